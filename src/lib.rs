@@ -1,1 +1,114 @@
-//! placeholder
+#![doc = include_str!("../README.md")]
+
+mod reader;
+mod region;
+mod registry;
+mod snapshot;
+mod sync;
+
+use sync::LazyLock;
+
+pub use reader::Reader;
+pub use region::{Region, RegionError, RegionId, UnknownRegion};
+pub use registry::Registry;
+pub use snapshot::{RegionEntry, Regions, Residency, Segment, Segments};
+
+/// The process-wide registry: the one that the free functions of this crate
+/// act on and that every checked copy asks.
+///
+/// There is one per process, however many crates of the program use this one:
+/// the package has a `links` key, so cargo refuses to build a program with two
+/// versions of it. What cargo cannot see is a shared library that was linked
+/// on its own and is loaded at run time (a plugin, a Python extension): its
+/// copy has a registry of its own. Let one side own the copies, and hand the
+/// other side functions to call.
+///
+/// ```
+/// use pinned_hosts::{Region, global};
+///
+/// let buffer = vec![0u8; 64];
+/// let id = global().register(Region::of(&buffer)?);
+/// assert!(pinned_hosts::is_pinned(&buffer));
+/// global().unregister(id)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[must_use]
+pub fn global() -> &'static Registry {
+    static GLOBAL: LazyLock<Registry> = LazyLock::new(Registry::new);
+    &GLOBAL
+}
+
+/// Notes in the process-wide registry that `bytes` bytes at `ptr` are
+/// page-locked.
+///
+/// A null `ptr` or zero `bytes` is ignored. The same `ptr` again replaces the
+/// length. A length that runs past the end of the address space is cut there:
+/// when unsure, the answer is "pinned".
+///
+/// Call it *before* the memory is pinned, or before anybody else can hold a
+/// slice of it. [`Registry::register`] is the typed form, with errors; what it
+/// registers cannot be taken away by [`unregister`].
+///
+/// ```
+/// let buffer = vec![0u8; 64];
+/// pinned_hosts::register(buffer.as_ptr(), buffer.len());
+/// assert!(pinned_hosts::is_pinned(&buffer[10..]));
+/// pinned_hosts::unregister(buffer.as_ptr());
+/// assert!(!pinned_hosts::is_pinned(&buffer));
+/// ```
+pub fn register(ptr: *const u8, bytes: usize) {
+    if let Ok(region) = Region::saturating(ptr, bytes) {
+        if region.len() < bytes {
+            tracing::warn!(
+                base = ?ptr,
+                bytes,
+                "a registration runs past the end of the address space and was cut there; \
+                 check the length for a negative number cast to unsigned"
+            );
+        }
+        global().register_base(region);
+    }
+}
+
+/// Takes away what [`register`] noted at exactly this `ptr`.
+///
+/// A null or unknown `ptr` is ignored, an address inside a region too. Call it
+/// *after* the memory was unpinned.
+pub fn unregister(ptr: *const u8) {
+    global().unregister_base(ptr);
+}
+
+/// Whether every byte of `src` is page-locked, as far as the process-wide
+/// registry knows; false for an empty slice.
+///
+/// If it is, the device may read `src` after an asynchronous copy call
+/// returned.
+///
+/// About a nanosecond with few regions. No lock, no shared write, no driver
+/// call; no allocation after this thread's first lookup.
+#[inline]
+#[must_use]
+pub fn is_pinned(src: &[u8]) -> bool {
+    reader::ask_global(|snapshot| snapshot.is_pinned(src))
+}
+
+/// What `src` is, as far as the process-wide registry knows. Costs what
+/// [`is_pinned`] costs.
+///
+/// ```
+/// use pinned_hosts::{Residency, residency};
+///
+/// assert_eq!(residency(&[1, 2, 3]), Residency::Pageable);
+/// ```
+#[inline]
+#[must_use]
+pub fn residency(src: &[u8]) -> Residency {
+    reader::ask_global(|snapshot| snapshot.residency(src))
+}
+
+/// How many registrations the process-wide registry holds, from whichever
+/// interface.
+#[must_use]
+pub fn live_count() -> usize {
+    reader::ask_global(snapshot::Snapshot::len)
+}
