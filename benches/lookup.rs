@@ -14,7 +14,9 @@ use std::sync::{Arc, RwLock};
 
 use arc_swap::ArcSwap;
 use criterion::measurement::WallTime;
-use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use criterion::{
+    BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main,
+};
 use pinned_hosts::{Region, Registry, global};
 
 const REGION_BYTES: usize = 64;
@@ -59,7 +61,9 @@ impl Workload {
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         (0..LOOKUPS)
             .map(|_| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                state = state
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1);
                 let k = (state >> 33) as usize % self.n;
                 &self.arena[k * STRIDE + offset..][..SLICE_BYTES]
             })

@@ -124,20 +124,32 @@ crate::sync::thread_local! {
 }
 
 /// Asks the process-wide registry through this thread's reader.
-///
-/// Two cases go past the reader, to a load of the published snapshot that is
-/// slower and just as right: a lookup from a thread-local destructor after
-/// the reader is gone, and a lookup from inside another one (a global
-/// allocator that asks, called when the reader lets go of a snapshot).
 #[inline]
 pub(crate) fn ask_global<R>(ask: impl Fn(&Snapshot) -> R) -> R {
     let answer = THREAD_READER.try_with(|slot| {
         let mut slot = slot.try_borrow_mut().ok()?;
-        let reader = slot.get_or_insert_with(|| global().reader());
+        let reader = slot.get_or_insert_with(first_lookup);
         Some(ask(reader.snapshot()))
     });
     match answer {
         Ok(Some(answer)) => answer,
-        _ => global().ask(ask),
+        _ => ask_past_the_reader(ask),
     }
+}
+
+// Out of line, so that the hit path stays short enough to be inlined.
+#[cold]
+#[inline(never)]
+fn first_lookup() -> Reader<'static> {
+    global().reader()
+}
+
+/// Two lookups cannot use the thread's reader: one from a thread-local
+/// destructor after the reader is gone, and one from inside another lookup (a
+/// global allocator that asks, called when the reader lets go of a snapshot).
+/// They load the published snapshot, which is slower and just as right.
+#[cold]
+#[inline(never)]
+fn ask_past_the_reader<R>(ask: impl Fn(&Snapshot) -> R) -> R {
+    global().ask(ask)
 }
