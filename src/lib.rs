@@ -6,6 +6,7 @@ mod registry;
 mod snapshot;
 mod sync;
 
+use snapshot::{Snapshot, Span};
 use sync::LazyLock;
 
 pub use reader::Reader;
@@ -89,7 +90,7 @@ pub fn unregister(ptr: *const u8) {
 #[inline]
 #[must_use]
 pub fn is_pinned(src: &[u8]) -> bool {
-    reader::ask_global(|snapshot| snapshot.is_pinned(src))
+    reader::ask_global(|snapshot| snapshot.is_pinned(Span::of(src)))
 }
 
 /// What `src` is, as far as the process-wide registry knows. Costs what
@@ -103,12 +104,12 @@ pub fn is_pinned(src: &[u8]) -> bool {
 #[inline]
 #[must_use]
 pub fn residency(src: &[u8]) -> Residency {
-    reader::ask_global(|snapshot| snapshot.residency(src))
+    reader::ask_global(|snapshot| snapshot.residency(Span::of(src)))
 }
 
 /// How many registrations the process-wide registry holds, from whichever
 /// interface.
 #[must_use]
 pub fn live_count() -> usize {
-    reader::ask_global(snapshot::Snapshot::len)
+    reader::ask_global(Snapshot::len)
 }

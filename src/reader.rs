@@ -25,7 +25,7 @@ use std::fmt;
 
 use crate::global;
 use crate::region::Region;
-use crate::snapshot::{Regions, Residency, Segments, Snapshot};
+use crate::snapshot::{Regions, Residency, Segments, Snapshot, Span};
 use crate::sync::{Arc, ArcSwap, Cache, RefCell};
 
 /// The fast way to ask a [`Registry`](crate::Registry) that is not the process-wide one: it
@@ -75,21 +75,21 @@ impl<'r> Reader<'r> {
     #[inline]
     #[must_use]
     pub fn is_pinned(&mut self, bytes: &[u8]) -> bool {
-        self.snapshot().is_pinned(bytes)
+        self.snapshot().is_pinned(Span::of(bytes))
     }
 
     /// What `bytes` is. See [`Registry::residency`](crate::Registry::residency).
     #[inline]
     #[must_use]
     pub fn residency(&mut self, bytes: &[u8]) -> Residency {
-        self.snapshot().residency(bytes)
+        self.snapshot().residency(Span::of(bytes))
     }
 
     /// The region that contains all of `bytes`. See
     /// [`Registry::region_containing`](crate::Registry::region_containing).
     #[must_use]
     pub fn region_containing(&mut self, bytes: &[u8]) -> Option<Region> {
-        self.snapshot().region_containing(bytes)
+        self.snapshot().region_containing(Span::of(bytes))
     }
 
     /// The parts of `bytes` by residency. See [`Registry::segments`](crate::Registry::segments).

@@ -17,7 +17,7 @@ use std::fmt;
 
 use crate::reader::Reader;
 use crate::region::{Region, RegionId, UnknownRegion};
-use crate::snapshot::{Owner, RegionEntry, Regions, Residency, Segments, Snapshot};
+use crate::snapshot::{Owner, RegionEntry, Regions, Residency, Segments, Snapshot, Span};
 use crate::sync::{Arc, ArcSwap};
 
 /// A set of page-locked regions that is asked on every copy.
@@ -116,20 +116,20 @@ impl Registry {
     /// slice.
     #[must_use]
     pub fn is_pinned(&self, bytes: &[u8]) -> bool {
-        self.ask(|snapshot| snapshot.is_pinned(bytes))
+        self.ask(|snapshot| snapshot.is_pinned(Span::of(bytes)))
     }
 
     /// What `bytes` is.
     #[must_use]
     pub fn residency(&self, bytes: &[u8]) -> Residency {
-        self.ask(|snapshot| snapshot.residency(bytes))
+        self.ask(|snapshot| snapshot.residency(Span::of(bytes)))
     }
 
     /// The region that contains all of `bytes`. Of several, the one that
     /// reaches furthest; `None` for the empty slice.
     #[must_use]
     pub fn region_containing(&self, bytes: &[u8]) -> Option<Region> {
-        self.ask(|snapshot| snapshot.region_containing(bytes))
+        self.ask(|snapshot| snapshot.region_containing(Span::of(bytes)))
     }
 
     /// The maximal parts of `bytes` that lie in one region or in none, in

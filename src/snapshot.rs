@@ -200,20 +200,20 @@ impl Snapshot {
         array.get(started.checked_sub(1)?).copied()
     }
 
-    /// Whether every byte of `bytes` lies in a region.
+    /// Whether every byte of `span` lies in a region.
     #[inline]
-    pub(crate) fn is_pinned(&self, bytes: &[u8]) -> bool {
-        let (start, end) = addresses(bytes);
-        if start < self.min || end > self.max || bytes.is_empty() {
+    pub(crate) fn is_pinned(&self, span: Span) -> bool {
+        let Span { start, end } = span;
+        if start < self.min || end > self.max || span.is_empty() {
             return false;
         }
         Self::last_started(&self.run_ends, self.started_by(start)).is_some_and(|e| e >= end)
     }
 
     #[inline]
-    pub(crate) fn residency(&self, bytes: &[u8]) -> Residency {
-        let (start, end) = addresses(bytes);
-        if end <= self.min || start >= self.max || bytes.is_empty() {
+    pub(crate) fn residency(&self, span: Span) -> Residency {
+        let Span { start, end } = span;
+        if end <= self.min || start >= self.max || span.is_empty() {
             return Residency::Pageable;
         }
         let started = self.started_by(start);
@@ -231,29 +231,30 @@ impl Snapshot {
         }
     }
 
-    /// The region that contains all of `bytes`; of several, the one that
+    /// The region that contains all of `span`; of several, the one that
     /// reaches furthest.
-    pub(crate) fn region_containing(&self, bytes: &[u8]) -> Option<Region> {
-        let (start, end) = addresses(bytes);
-        if bytes.is_empty() {
+    pub(crate) fn region_containing(&self, span: Span) -> Option<Region> {
+        if span.is_empty() {
             return None;
         }
-        let reacher = Self::last_started(&self.reachers, self.started_by(start))?;
+        let reacher = Self::last_started(&self.reachers, self.started_by(span.start))?;
         let region = self.entries.get(reacher)?.region;
-        (region.end_addr() >= end).then_some(region)
+        (region.end_addr() >= span.end).then_some(region)
     }
 
-    /// Where the part that begins at `start` ends, and what it is: up to the
-    /// end of the region that reaches furthest, or up to the next region.
-    fn part_from(&self, start: usize) -> (usize, Residency) {
-        let started = self.started_by(start);
-        match Self::last_started(&self.reaches, started) {
-            Some(reach) if reach > start => (reach, Residency::Pinned),
+    /// Where the first part of `span`, which is not empty, ends, and what it
+    /// is: up to the end of the region that reaches furthest, or up to the
+    /// next region.
+    pub(crate) fn first_part(&self, span: Span) -> (usize, Residency) {
+        let started = self.started_by(span.start);
+        let (end, residency) = match Self::last_started(&self.reaches, started) {
+            Some(reach) if reach > span.start => (reach, Residency::Pinned),
             _ => (
                 self.starts.get(started).copied().unwrap_or(usize::MAX),
                 Residency::Pageable,
             ),
-        }
+        };
+        (end.min(span.end), residency)
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -261,11 +262,28 @@ impl Snapshot {
     }
 }
 
-/// The first byte's address, and the address one past the last byte.
-#[inline]
-fn addresses(bytes: &[u8]) -> (usize, usize) {
-    let range = bytes.as_ptr_range();
-    (range.start.addr(), range.end.addr())
+/// The addresses that a slice occupies, `[start, end)`. A lookup needs no
+/// more: it never reads the bytes, so it works for elements with padding too.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Span {
+    pub(crate) start: usize,
+    pub(crate) end: usize,
+}
+
+impl Span {
+    #[inline]
+    pub(crate) fn of<T>(slice: &[T]) -> Self {
+        let range = slice.as_ptr_range();
+        Self {
+            start: range.start.addr(),
+            end: range.end.addr(),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn is_empty(self) -> bool {
+        self.start == self.end
+    }
 }
 
 /// A part of a slice, from [`Registry::segments`](crate::Registry::segments).
@@ -314,9 +332,9 @@ impl<'a> Iterator for Segments<'a> {
         if self.rest.is_empty() {
             return None;
         }
-        let (start, end) = addresses(self.rest);
-        let (part_end, residency) = self.snapshot.part_from(start);
-        let (bytes, rest) = self.rest.split_at(part_end.min(end) - start);
+        let span = Span::of(self.rest);
+        let (part_end, residency) = self.snapshot.first_part(span);
+        let (bytes, rest) = self.rest.split_at(part_end - span.start);
         self.rest = rest;
         Some(Segment { bytes, residency })
     }
