@@ -1,5 +1,7 @@
 #![doc = include_str!("../README.md")]
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod reader;
 mod region;
 mod registry;

@@ -153,14 +153,14 @@ impl Registry {
     /// ```
     #[must_use]
     pub fn segments<'a>(&self, bytes: &'a [u8]) -> Segments<'a> {
-        Segments::new(self.published.load_full(), bytes)
+        Segments::new(self.snapshot(), bytes)
     }
 
     /// All registrations of one moment, by address. What is registered while
     /// the iterator runs does not show in it.
     #[must_use]
     pub fn regions(&self) -> Regions {
-        Regions::new(self.published.load_full())
+        Regions::new(self.snapshot())
     }
 
     /// How many registrations there are.
@@ -177,6 +177,10 @@ impl Registry {
 
     pub(crate) fn ask<R>(&self, ask: impl FnOnce(&Snapshot) -> R) -> R {
         ask(&self.published.load())
+    }
+
+    pub(crate) fn snapshot(&self) -> Arc<Snapshot> {
+        self.published.load_full()
     }
 
     pub(crate) fn register_base(&self, region: Region) {

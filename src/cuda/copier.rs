@@ -1,0 +1,375 @@
+//! [`Copier`]: copies to the device that are sound for any borrowed source.
+//!
+//! # What a copy does
+//!
+//! The driver stages a pageable source before the call returns, and lets the
+//! device read a page-locked one later. So the source's residency is asked
+//! first, and then:
+//!
+//! | residency | what the copy does |
+//! |---|---|
+//! | `Pageable` | enqueue, return |
+//! | `Pinned` | enqueue, then wait for an event recorded right behind it |
+//! | `Seam`, `Mixed` | split at the boundaries (the driver refuses one copy across them), each part enqueued; one wait for all if any part is pinned |
+//!
+//! On devices that read pageable memory directly, nothing is promised to be
+//! staged, and every source counts as pinned.
+//!
+//! No step between the first enqueued part and the end of the wait runs code
+//! of the caller's, and none returns early: an error is kept until the wait is
+//! over. That includes an error of the copy call itself, which may stem from
+//! earlier work and then says nothing about whether the copy was enqueued.
+
+use std::ops::Range;
+use std::panic::Location;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUdeviceptr};
+use cudarc::driver::{CudaContext, CudaStream, DevicePtrMut, DeviceRepr};
+
+use super::CudaError;
+use super::call_site;
+use super::driver::{self, Event};
+use super::pinned_buffer::PinnedBuffer;
+use super::wait::wait_or_abort;
+use crate::snapshot::Span;
+use crate::{Residency, global, reader};
+
+/// Makes host-to-device copies on one stream, sound for whatever borrowed
+/// slice they are given.
+///
+/// One copier may be used from several threads. Keep one per stream: making
+/// it creates an event and asks the device what it is.
+///
+/// # Examples
+///
+/// ```no_run
+/// use pinned_hosts::cuda::{self, Copier};
+///
+/// let context = cuda::context(0)?;
+/// let copier = Copier::new(&context.new_stream()?)?;
+/// let mut on_device = copier.stream().alloc_zeros::<u32>(4)?;
+///
+/// let tokens = [1, 2, 3, 4];
+/// copier.copy_h2d_async(&tokens, &mut on_device)?;
+/// // `tokens` may go: the driver has its own copy, or is done with ours.
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Copier {
+    stream: Arc<CudaStream>,
+    /// Events to record behind copies that have to be waited for, as many as
+    /// threads have waited at once. They cannot share one: on the per-thread
+    /// default stream, another thread's record is on another stream.
+    idle_events: Mutex<Vec<Event>>,
+    /// Whether the device may read a pageable source after the call.
+    reads_pageable_late: bool,
+    counts: Counts,
+}
+
+impl Copier {
+    /// A copier on `stream`.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::MissingFunction`] or [`CudaError::Driver`].
+    pub fn new(stream: &Arc<CudaStream>) -> Result<Self, CudaError> {
+        driver::require()?;
+        let context = stream.context();
+        Ok(Self {
+            stream: Arc::clone(stream),
+            idle_events: Mutex::new(vec![Event::new(context)?]),
+            reads_pageable_late: reads_pageable_late(context)?,
+            counts: Counts::default(),
+        })
+    }
+
+    /// The stream that the copies are enqueued on.
+    #[must_use]
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    /// Copies all of `src` to the beginning of `dst`, in the order of the
+    /// stream. When this returns, the device will not read `src` any more.
+    ///
+    /// A pageable source costs what the driver's own call costs. A source of
+    /// which any byte is page-locked has to be waited for, and with it all
+    /// earlier work of the stream: such a call is counted
+    /// ([`stats`](Self::stats)), and the first one at each call site is logged
+    /// as a warning. To copy from page-locked memory without waiting, use
+    /// [`copy_h2d_from`](Self::copy_h2d_from).
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::DestinationTooShort`], [`CudaError::StreamIsCapturing`]
+    /// and [`CudaError::Stored`]: nothing was enqueued.
+    /// [`CudaError::Driver`]: the copy may or may not have happened, and
+    /// nothing of it is in flight any more.
+    ///
+    /// # Aborts
+    ///
+    /// If the source is page-locked, and the driver can say in no way whether
+    /// its copy is done, yet does not say that the context is dead either, the
+    /// process is aborted: the caller may reuse the source once this returns.
+    #[track_caller]
+    pub fn copy_h2d_async<T, D>(&self, src: &[T], dst: &mut D) -> Result<(), CudaError>
+    where
+        T: DeviceRepr,
+        D: DevicePtrMut<T>,
+    {
+        let site = Location::caller();
+        if !self.has_work(src, dst)? {
+            return Ok(());
+        }
+        let span = Span::of(src);
+        let residency = reader::ask_global(|snapshot| snapshot.residency(span));
+        let (dst_address, _written) = dst.device_ptr_mut(&self.stream);
+
+        if residency == Residency::Pageable && !self.reads_pageable_late {
+            // SAFETY: the driver stages a pageable source before it returns;
+            // `has_work` saw that the destination is long enough.
+            unsafe {
+                driver::copy_h2d(
+                    dst_address,
+                    src.as_ptr().cast(),
+                    size_of_val(src),
+                    &self.stream,
+                )
+            }?;
+            self.counts.pageable.add(1);
+            return Ok(());
+        }
+
+        let event = self.take_event()?;
+        let started = Instant::now();
+        // SAFETY: `src` is borrowed until this function returns, which is
+        // after the wait; `has_work` saw that the destination is long enough.
+        let enqueued = unsafe { self.enqueue_parts(src, residency, dst_address) };
+        let waited = wait_or_abort(&event, &self.stream);
+        self.idle_events().push(event);
+        self.count_guarded(site, span, residency, started.elapsed());
+        enqueued.and(waited)
+    }
+
+    /// Copies `elements` of `src` to the beginning of `dst`, in the order of
+    /// the stream, and returns at once.
+    ///
+    /// The buffer notes that it is in use: writing to it and dropping it wait
+    /// until the device has read it.
+    ///
+    /// # Errors
+    ///
+    /// As [`copy_h2d_async`](Self::copy_h2d_async), and
+    /// [`CudaError::RangeOutOfBounds`]. After [`CudaError::Driver`] the buffer
+    /// still keeps itself alive until the device is done with it.
+    pub fn copy_h2d_from<T, D>(
+        &self,
+        src: &PinnedBuffer<T>,
+        elements: Range<usize>,
+        dst: &mut D,
+    ) -> Result<(), CudaError>
+    where
+        T: DeviceRepr,
+        D: DevicePtrMut<T>,
+    {
+        let part = src
+            .get(elements.clone())
+            .ok_or(CudaError::RangeOutOfBounds {
+                start: elements.start,
+                end: elements.end,
+                len: src.len(),
+            })?;
+        if !self.has_work(part, dst)? {
+            return Ok(());
+        }
+        let (dst_address, _written) = dst.device_ptr_mut(&self.stream);
+        // SAFETY: the buffer keeps its memory, and keeps it from being
+        // written, until the use that is noted next is over; `has_work` saw that
+        // the destination is long enough.
+        let enqueued = unsafe {
+            driver::copy_h2d(
+                dst_address,
+                part.as_ptr().cast(),
+                size_of_val(part),
+                &self.stream,
+            )
+        };
+        let noted = src.note_use(&self.stream);
+        self.counts.owned.add(1);
+        enqueued.and(noted)
+    }
+
+    /// What this copier has done so far.
+    #[must_use]
+    pub fn stats(&self) -> CopyStats {
+        CopyStats {
+            pageable: self.counts.pageable.get(),
+            guarded: self.counts.guarded.get(),
+            split: self.counts.split.get(),
+            owned: self.counts.owned.get(),
+            waited: Duration::from_nanos(self.counts.waited_ns.get()),
+        }
+    }
+
+    /// What every copy sees to before it enqueues anything; then whether there
+    /// is anything to copy.
+    fn has_work<T, D: DevicePtrMut<T>>(&self, src: &[T], dst: &D) -> Result<bool, CudaError> {
+        if dst.len() < src.len() {
+            return Err(CudaError::DestinationTooShort {
+                source: src.len(),
+                destination: dst.len(),
+            });
+        }
+        if size_of_val(src) == 0 {
+            return Ok(false);
+        }
+        let context = self.stream.context();
+        // Before anything is enqueued, since `cudarc` leaves out the waits on
+        // the destination while an error is stored.
+        driver::take_stored_error(context)?;
+        driver::make_current(context)?;
+        if driver::is_capturing(&self.stream)? {
+            return Err(CudaError::StreamIsCapturing);
+        }
+        Ok(true)
+    }
+
+    /// Enqueues `src` in parts that each lie in one region or in none.
+    ///
+    /// # Safety
+    ///
+    /// As [`driver::copy_h2d`], for all of `src`.
+    unsafe fn enqueue_parts<T>(
+        &self,
+        src: &[T],
+        residency: Residency,
+        dst: CUdeviceptr,
+    ) -> Result<(), CudaError> {
+        let base = src.as_ptr().cast::<u8>();
+        if matches!(residency, Residency::Pageable | Residency::Pinned) {
+            // SAFETY: the caller's promise.
+            return unsafe { driver::copy_h2d(dst, base, size_of_val(src), &self.stream) };
+        }
+        let whole = Span::of(src);
+        let snapshot = global().snapshot();
+        let mut start = whole.start;
+        while start < whole.end {
+            let (end, _) = snapshot.first_part(Span { start, ..whole });
+            let offset = start - whole.start;
+            // SAFETY: `offset` is within `src`, and within the destination,
+            // which is at least as long; else the caller's promise.
+            unsafe {
+                driver::copy_h2d(
+                    dst + offset as CUdeviceptr,
+                    base.add(offset),
+                    end - start,
+                    &self.stream,
+                )
+            }?;
+            start = end;
+        }
+        Ok(())
+    }
+
+    fn idle_events(&self) -> MutexGuard<'_, Vec<Event>> {
+        self.idle_events
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take_event(&self) -> Result<Event, CudaError> {
+        let idle = self.idle_events().pop();
+        idle.map_or_else(|| Event::new(self.stream.context()), Ok)
+    }
+
+    fn count_guarded(
+        &self,
+        site: &Location<'static>,
+        span: Span,
+        residency: Residency,
+        cost: Duration,
+    ) {
+        self.counts.guarded.add(1);
+        if matches!(residency, Residency::Seam | Residency::Mixed) {
+            self.counts.split.add(1);
+        }
+        self.counts
+            .waited_ns
+            .add(u64::try_from(cost.as_nanos()).unwrap_or(u64::MAX));
+        if !call_site::is_first_time(site) {
+            return;
+        }
+        match reader::ask_global(|snapshot| snapshot.region_containing(span)) {
+            Some(region) => tracing::warn!(
+                %site, %region, ?cost,
+                "a copy from page-locked memory had to wait for the device; \
+                 Copier::copy_h2d_from a PinnedBuffer does not wait (said once per call site)"
+            ),
+            None => tracing::warn!(
+                %site, ?residency, ?cost,
+                "a copy had to wait for the device, which may read its source late: it spans \
+                 page-locked regions, or the device reads pageable memory directly \
+                 (said once per call site)"
+            ),
+        }
+    }
+}
+
+/// Whether nothing promises that a pageable source is staged: devices that use
+/// the host's page tables (Grace), integrated ones, and, since no document
+/// says otherwise, those that can access pageable memory at all.
+fn reads_pageable_late(context: &CudaContext) -> Result<bool, CudaError> {
+    for attribute in [
+        Attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES,
+        Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED,
+        Attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS,
+    ] {
+        if driver::attribute(context, attribute)? != 0 {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// What a [`Copier`] has done since it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CopyStats {
+    /// Copies whose source the driver staged: no wait.
+    pub pageable: u64,
+    /// Copies that had to be waited for, because the device may read their
+    /// borrowed source late.
+    pub guarded: u64,
+    /// Those of the guarded copies that were split at region boundaries.
+    pub split: u64,
+    /// Copies from a [`PinnedBuffer`] that keeps itself alive: no wait.
+    pub owned: u64,
+    /// Time spent in guarded copies.
+    pub waited: Duration,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    pageable: Count,
+    guarded: Count,
+    split: Count,
+    owned: Count,
+    waited_ns: Count,
+}
+
+#[derive(Debug, Default)]
+struct Count(AtomicU64);
+
+impl Count {
+    // Relaxed, both: each count stands alone, and orders nothing.
+    fn add(&self, n: u64) {
+        self.0.fetch_add(n, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,249 @@
+//! The driver, as far as this crate calls it: every function behind a wrapper
+//! that says why the call is sound.
+//!
+//! The calls go to `cudarc::driver::sys`, not through `cudarc`'s safe types
+//! where it matters: those begin with `bind_to_thread`, which returns an error
+//! that some earlier operation left in the context *instead of* doing what was
+//! asked. A wait that is skipped so ends in freed memory under a transfer.
+
+use std::ffi::c_void;
+use std::ptr::{self, NonNull};
+use std::sync::{Arc, OnceLock};
+
+use cudarc::driver::sys::{self, CUdeviceptr};
+use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
+
+use super::CudaError;
+
+/// Every driver function that this crate calls by itself. `cudarc` panics in
+/// the call if one is missing, which must not happen between a copy and the
+/// wait for it; so all are looked for before the first copy.
+const FUNCTIONS: [(&str, &[u8]); 14] = [
+    ("cuCtxGetCurrent", b"cuCtxGetCurrent\0"),
+    ("cuCtxSetCurrent", b"cuCtxSetCurrent\0"),
+    ("cuCtxSynchronize", b"cuCtxSynchronize\0"),
+    ("cuDeviceGetAttribute", b"cuDeviceGetAttribute\0"),
+    ("cuEventCreate", b"cuEventCreate\0"),
+    ("cuEventDestroy_v2", b"cuEventDestroy_v2\0"),
+    ("cuEventQuery", b"cuEventQuery\0"),
+    ("cuEventRecord", b"cuEventRecord\0"),
+    ("cuEventSynchronize", b"cuEventSynchronize\0"),
+    ("cuMemFreeHost", b"cuMemFreeHost\0"),
+    ("cuMemHostAlloc", b"cuMemHostAlloc\0"),
+    ("cuMemcpyHtoDAsync_v2", b"cuMemcpyHtoDAsync_v2\0"),
+    ("cuStreamIsCapturing", b"cuStreamIsCapturing\0"),
+    ("cuStreamSynchronize", b"cuStreamSynchronize\0"),
+];
+
+/// Fails if there is no driver, or one without the functions this crate
+/// calls. Only a success is remembered.
+pub(super) fn require() -> Result<(), CudaError> {
+    static FOUND: OnceLock<()> = OnceLock::new();
+    if FOUND.get().is_some() {
+        return Ok(());
+    }
+    // SAFETY: loads libcuda, whose initialisers have no requirements; every
+    // program that calls `cudarc` does the same.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(CudaError::NoDriver);
+    }
+    for (name, symbol) in FUNCTIONS {
+        // SAFETY: the symbol is only looked for, and never called through
+        // this type. The library stays loaded for the life of the process.
+        let found = unsafe { sys::culib().get::<*const ()>(symbol) };
+        if found.is_err() {
+            return Err(CudaError::MissingFunction { name });
+        }
+    }
+    let _ = FOUND.set(());
+    Ok(())
+}
+
+/// Opens the primary context of the device `ordinal`, counted from 0.
+///
+/// [`CudaContext::new`] does the same, but panics where no driver is
+/// installed; this returns an error.
+///
+/// # Errors
+///
+/// [`CudaError::NoDriver`], [`CudaError::MissingFunction`], or
+/// [`CudaError::Driver`] if the driver finds no such device.
+pub fn context(ordinal: usize) -> Result<Arc<CudaContext>, CudaError> {
+    require()?;
+    CudaContext::new(ordinal).map_err(CudaError::driver("opening the device's context"))
+}
+
+/// Makes `context` the current one of this thread, as every driver call on
+/// memory or events wants it. Leaves a stored error where it is.
+pub(super) fn make_current(context: &CudaContext) -> Result<(), CudaError> {
+    let current = result::ctx::get_current().map_err(CudaError::driver("cuCtxGetCurrent"))?;
+    if current == Some(context.cu_ctx()) {
+        return Ok(());
+    }
+    // SAFETY: the context is retained for as long as `context` lives.
+    unsafe { result::ctx::set_current(context.cu_ctx()) }
+        .map_err(CudaError::driver("cuCtxSetCurrent"))
+}
+
+/// Returns, and clears, an error that an earlier operation stored.
+pub(super) fn take_stored_error(context: &CudaContext) -> Result<(), CudaError> {
+    context
+        .check_err()
+        .map_err(|source| CudaError::Stored { source })
+}
+
+pub(super) fn attribute(
+    context: &CudaContext,
+    attribute: sys::CUdevice_attribute,
+) -> Result<i32, CudaError> {
+    // SAFETY: the device of a live context is a valid device.
+    unsafe { result::device::get_attribute(context.cu_device(), attribute) }
+        .map_err(CudaError::driver("cuDeviceGetAttribute"))
+}
+
+/// Whether a graph is being captured from `stream`. An invalidated capture
+/// counts: it has not ended.
+pub(super) fn is_capturing(stream: &CudaStream) -> Result<bool, CudaError> {
+    // SAFETY: `stream` keeps its handle valid.
+    let status = unsafe { result::stream::is_capturing(stream.cu_stream()) }
+        .map_err(CudaError::driver("cuStreamIsCapturing"))?;
+    Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
+/// Enqueues a copy of the `bytes` bytes at the address `source`.
+///
+/// # Safety
+///
+/// The source must stay readable and unchanged until the device has read it,
+/// which may be after this returned, and even if this returned an error. The
+/// destination must hold `bytes` bytes, and be usable on `stream`.
+pub(super) unsafe fn copy_h2d(
+    destination: CUdeviceptr,
+    source: *const u8,
+    bytes: usize,
+    stream: &CudaStream,
+) -> Result<(), CudaError> {
+    // SAFETY: the caller's promise; `stream` keeps its handle valid.
+    unsafe {
+        sys::cuMemcpyHtoDAsync_v2(
+            destination,
+            source.cast::<c_void>(),
+            bytes,
+            stream.cu_stream(),
+        )
+    }
+    .result()
+    .map_err(CudaError::driver("cuMemcpyHtoDAsync"))
+}
+
+pub(super) fn synchronize_stream(stream: &CudaStream) -> Result<(), CudaError> {
+    // SAFETY: `stream` keeps its handle valid.
+    unsafe { result::stream::synchronize(stream.cu_stream()) }
+        .map_err(CudaError::driver("cuStreamSynchronize"))
+}
+
+/// Waits for all work in `context`, of every stream.
+pub(super) fn synchronize_context(context: &CudaContext) -> Result<(), CudaError> {
+    make_current(context)?;
+    result::ctx::synchronize().map_err(CudaError::driver("cuCtxSynchronize"))
+}
+
+/// Allocates `bytes` bytes of page-locked memory: usable from every context
+/// (`PORTABLE`), and cached like any other memory (not `WRITECOMBINED`, which
+/// is slow for the CPU to read).
+pub(super) fn alloc_host(context: &CudaContext, bytes: usize) -> Result<NonNull<u8>, CudaError> {
+    const CALL: &str = "cuMemHostAlloc";
+    make_current(context)?;
+    let mut memory = ptr::null_mut();
+    // SAFETY: `memory` is a place for the address.
+    unsafe { sys::cuMemHostAlloc(&raw mut memory, bytes, sys::CU_MEMHOSTALLOC_PORTABLE) }
+        .result()
+        .map_err(CudaError::driver(CALL))?;
+    NonNull::new(memory.cast()).ok_or(CudaError::Driver {
+        call: CALL,
+        source: DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY),
+    })
+}
+
+/// Frees what [`alloc_host`] returned.
+///
+/// # Safety
+///
+/// Nobody may use the memory afterwards, the device included. The driver is
+/// not documented to wait for transfers in flight.
+pub(super) unsafe fn free_host(
+    context: &CudaContext,
+    memory: NonNull<u8>,
+) -> Result<(), CudaError> {
+    make_current(context)?;
+    // SAFETY: the caller's promise.
+    unsafe { sys::cuMemFreeHost(memory.as_ptr().cast()) }
+        .result()
+        .map_err(CudaError::driver("cuMemFreeHost"))
+}
+
+/// An event of this crate's own: its calls are never skipped because of an
+/// error that the context keeps.
+#[derive(Debug)]
+pub(super) struct Event {
+    handle: sys::CUevent,
+    context: Arc<CudaContext>,
+}
+
+// SAFETY: an event handle may be used from any thread; the driver locks.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
+        make_current(context)?;
+        let handle = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+            .map_err(CudaError::driver("cuEventCreate"))?;
+        Ok(Self {
+            handle,
+            context: Arc::clone(context),
+        })
+    }
+
+    pub(super) fn context(&self) -> &CudaContext {
+        &self.context
+    }
+
+    /// An event can be recorded on streams of its own context only.
+    pub(super) fn is_of(&self, context: &CudaContext) -> bool {
+        *self.context == *context
+    }
+
+    /// Marks the work enqueued on `stream` so far. A later record replaces
+    /// the mark.
+    pub(super) fn record(&self, stream: &CudaStream) -> Result<(), CudaError> {
+        // SAFETY: both handles are kept valid by their owners.
+        unsafe { result::event::record(self.handle, stream.cu_stream()) }
+            .map_err(CudaError::driver("cuEventRecord"))
+    }
+
+    /// Waits for the work marked last.
+    pub(super) fn synchronize(&self) -> Result<(), CudaError> {
+        // SAFETY: the handle is valid while `self` lives.
+        unsafe { result::event::synchronize(self.handle) }
+            .map_err(CudaError::driver("cuEventSynchronize"))
+    }
+
+    /// Whether the driver says that the marked work is done. An error is no
+    /// such word.
+    pub(super) fn is_done(&self) -> bool {
+        // SAFETY: the handle is valid while `self` lives.
+        unsafe { result::event::query(self.handle) }.is_ok()
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // An event that cannot be destroyed is leaked: it is a few bytes of
+        // the driver's, and nothing waits for it any more.
+        let _ = make_current(&self.context);
+        // SAFETY: the handle was made by `new`, and is not used afterwards.
+        let _ = unsafe { result::event::destroy(self.handle) };
+    }
+}

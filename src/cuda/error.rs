@@ -1,0 +1,155 @@
+//! What can go wrong in a copy or an allocation, and what to do about it.
+
+use std::error::Error;
+use std::fmt;
+
+use cudarc::driver::DriverError;
+
+/// Why a copy, an allocation or a wait failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// There is no CUDA driver: the dynamic linker finds no `libcuda`.
+    NoDriver,
+    /// The driver is too old or not complete: it lacks a function.
+    MissingFunction {
+        /// The function's name.
+        name: &'static str,
+    },
+    /// The driver refused a call. Whatever was enqueued before has been
+    /// waited for when this is returned.
+    Driver {
+        /// The driver function that was called.
+        call: &'static str,
+        /// What it returned.
+        source: DriverError,
+    },
+    /// An earlier operation on this context failed where it could not say so
+    /// (in a `drop`), and `cudarc` kept the error for the next call, which was
+    /// this one. Nothing was enqueued, and the stored error is now cleared.
+    Stored {
+        /// The stored error.
+        source: DriverError,
+    },
+    /// The destination has fewer elements than the source. Nothing was
+    /// enqueued.
+    DestinationTooShort {
+        /// Elements in the source.
+        source: usize,
+        /// Elements in the destination.
+        destination: usize,
+    },
+    /// The stream is capturing a graph. A captured copy reads the host
+    /// address again at each launch of the graph, when a borrowed source may
+    /// be long gone. Nothing was enqueued.
+    StreamIsCapturing,
+    /// A range of elements reaches past the end of the buffer it was taken
+    /// from, or ends before it starts. Nothing was enqueued.
+    RangeOutOfBounds {
+        /// The first element of the range.
+        start: usize,
+        /// One past the last element of the range.
+        end: usize,
+        /// Elements in the buffer.
+        len: usize,
+    },
+    /// A buffer of this many elements is larger than any allocation can be.
+    TooLarge {
+        /// Elements asked for.
+        elements: usize,
+        /// Bytes of one element.
+        element_bytes: usize,
+    },
+    /// The driver's page-locked memory is not aligned well enough for the
+    /// element type.
+    Misaligned {
+        /// The alignment that the elements need, in bytes.
+        wanted: usize,
+    },
+}
+
+impl CudaError {
+    pub(crate) fn driver(call: &'static str) -> impl FnOnce(DriverError) -> Self {
+        move |source| Self::Driver { call, source }
+    }
+}
+
+/// `CUDA_ERROR_OUT_OF_MEMORY (2): out of memory`, as far as the driver knows
+/// the code.
+struct Explained(DriverError);
+
+impl fmt::Display for Explained {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let code = self.0.0 as u32;
+        match self.0.error_name() {
+            Ok(name) => write!(f, "{} ({code})", name.to_string_lossy())?,
+            Err(_) => write!(f, "error {code}")?,
+        }
+        match self.0.error_string() {
+            Ok(text) => write!(f, ": {}", text.to_string_lossy()),
+            Err(_) => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for CudaError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoDriver => f.write_str(
+                "no CUDA driver found: install the NVIDIA driver, or put the folder of its \
+                 libcuda.so into LD_LIBRARY_PATH",
+            ),
+            Self::MissingFunction { name } => write!(
+                f,
+                "the CUDA driver lacks the function {name}: update the driver"
+            ),
+            Self::Driver { call, source } => {
+                write!(f, "{call} failed with {}", Explained(*source))
+            }
+            Self::Stored { source } => write!(
+                f,
+                "an earlier operation on this context had failed with {}; \
+                 nothing was copied by this call",
+                Explained(*source)
+            ),
+            Self::DestinationTooShort {
+                source,
+                destination,
+            } => write!(
+                f,
+                "the destination has {destination} elements, but the source has {source}: \
+                 allocate a larger one, or copy a part"
+            ),
+            Self::StreamIsCapturing => f.write_str(
+                "the stream is capturing a graph, which would read the host memory again at \
+                 every launch: copy before the capture begins, or on another stream",
+            ),
+            Self::RangeOutOfBounds { start, end, len } => write!(
+                f,
+                "elements {start}..{end} are not in a buffer of {len} elements"
+            ),
+            Self::TooLarge {
+                elements,
+                element_bytes,
+            } => write!(
+                f,
+                "{elements} elements of {element_bytes} bytes are more than an allocation can \
+                 hold; check the length for a negative number cast to unsigned"
+            ),
+            Self::Misaligned { wanted } => write!(
+                f,
+                "the driver's page-locked memory is not aligned to the {wanted} bytes that the \
+                 elements need"
+            ),
+        }
+    }
+}
+
+impl Error for CudaError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Driver { source, .. } | Self::Stored { source } => Some(source),
+            _ => None,
+        }
+    }
+}

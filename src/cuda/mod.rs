@@ -1,0 +1,39 @@
+//! Copies and page-locked memory over `cudarc`, sound for any borrowed slice.
+//!
+//! - [`Copier::copy_h2d_async`] copies from any slice; if the slice turns out
+//!   to be page-locked, it waits for the device.
+//! - [`PinnedBuffer`] is page-locked memory that is registered while it lives.
+//!   [`Copier::copy_h2d_from`] copies from it without a wait.
+//! - [`context`] opens a device, with an error instead of a panic where no
+//!   driver is installed.
+//!
+//! Memory that other code page-locks has to be made known with
+//! [`register`](crate::register) or
+//! [`Registry::register`](crate::Registry::register); see there for the order.
+//!
+//! # Choosing a CUDA version
+//!
+//! This crate chooses none of `cudarc`'s `cuda-*` features, because two of
+//! them at once do not compile. Choose one in your own program,
+//!
+//! ```toml
+//! cudarc = { version = "0.19", default-features = false, features = ["std", "driver", "dynamic-loading", "cuda-12080"] }
+//! ```
+//!
+//! and cargo builds one `cudarc` for both. If nobody chooses, `cudarc` asks
+//! the toolkit that is installed, and takes its latest version if there is
+//! none. `libcuda` is always loaded at run time, so nothing of CUDA need be
+//! installed to build; `cudarc`'s features `dynamic-linking` and
+//! `static-linking` do not go with this crate.
+
+mod call_site;
+mod copier;
+mod driver;
+mod error;
+mod pinned_buffer;
+mod wait;
+
+pub use copier::{Copier, CopyStats};
+pub use driver::context;
+pub use error::CudaError;
+pub use pinned_buffer::PinnedBuffer;
