@@ -1,0 +1,70 @@
+//! Faults on demand: which call returns which code instead of acting.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+struct Fault {
+    call: String,
+    /// Calls left until it strikes; it strikes at 1. None: every call.
+    countdown: Option<u64>,
+    code: i32,
+}
+
+static FAULTS: Mutex<Vec<Fault>> = Mutex::new(Vec::new());
+
+/// How many faults are ordered, so that a call on a healthy driver does not
+/// lock. Relaxed: whoever orders a fault and then expects it to strike orders
+/// the two for themselves.
+static ORDERED: AtomicUsize = AtomicUsize::new(0);
+
+/// The code that this call of `call` must return, if it is to fail.
+pub(super) fn due(call: &str) -> Option<i32> {
+    if ORDERED.load(Ordering::Relaxed) == 0 {
+        return None;
+    }
+    let mut faults = faults();
+    let mut due = None;
+    faults.retain_mut(|fault| {
+        if fault.call != call {
+            return true;
+        }
+        match &mut fault.countdown {
+            None => {
+                due = due.or(Some(fault.code));
+                true
+            }
+            Some(1) => {
+                due = Some(fault.code);
+                false
+            }
+            Some(left) => {
+                *left -= 1;
+                true
+            }
+        }
+    });
+    ORDERED.store(faults.len(), Ordering::Relaxed);
+    due
+}
+
+/// Orders a fault: the `nth` call from now, or with 0 every call.
+pub(super) fn order(call: String, nth: u64, code: i32) {
+    let mut faults = faults();
+    faults.push(Fault {
+        call,
+        countdown: (nth > 0).then_some(nth),
+        code,
+    });
+    ORDERED.store(faults.len(), Ordering::Relaxed);
+}
+
+/// Forgets all faults.
+pub(super) fn clear() {
+    let mut faults = faults();
+    faults.clear();
+    ORDERED.store(0, Ordering::Relaxed);
+}
+
+fn faults() -> MutexGuard<'static, Vec<Fault>> {
+    FAULTS.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,162 @@
+//! The functions through which a test steers the driver. The other end is
+//! [`control`](crate::control).
+
+use super::schedule::{Point, wait};
+use super::settings::{Pageable, Settings, Timing};
+use super::{TALLY, call, faults, state};
+use crate::counters::Counters;
+use crate::wire;
+use std::ffi::{CStr, c_char};
+use std::time::Duration;
+
+/// Which control functions this object has.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_version() -> u32 {
+    wire::VERSION
+}
+
+/// Carries out what is outstanding, then forgets all settings, faults, holds,
+/// captures and counts.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_reset() {
+    faults::clear();
+    drain();
+    let mut state = state::lock();
+    state.holds.clear();
+    state.settings = Settings::default();
+    state.abandon_captures();
+    state.nudge_all();
+    drop(state);
+    reset_counters();
+    call::reset_calls();
+}
+
+/// Sets the timing; `nanoseconds` is the delay, if it is one.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_set_timing(kind: u32, nanoseconds: u64) {
+    let mut state = state::lock();
+    state.settings.timing = match kind {
+        wire::IMMEDIATE => Timing::Immediate,
+        wire::DELAY => Timing::Delay(Duration::from_nanos(nanoseconds)),
+        _ => Timing::UntilWaited,
+    };
+    state.nudge_all();
+}
+
+/// Sets what kind of device all devices are.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_set_device(kind: u32) {
+    state::lock().settings.set_device(kind);
+}
+
+/// Sets the value of a device attribute.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_set_attribute(attribute: i32, value: i32) {
+    state::lock().settings.attributes.insert(attribute, value);
+}
+
+/// Sets when pageable sources are read.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_set_pageable(kind: u32) {
+    state::lock().settings.pageable = match kind {
+        wire::STAGED_AFTER_STREAM_WAIT => Pageable::StagedAfterStreamWait,
+        wire::READ_LATE => Pageable::ReadLate,
+        _ => Pageable::StagedAtCall,
+    };
+}
+
+/// Sets whether freeing and unregistering wait for all work.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_set_free_waits(waits: bool) {
+    state::lock().settings.free_waits = waits;
+}
+
+/// Sets whether late sources are compared with what they were.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_set_torn_detection(on: bool) {
+    state::lock().settings.detect_torn = on;
+}
+
+/// Puts a hold in force and returns its number.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_hold() -> u64 {
+    let mut state = state::lock();
+    let hold = state.new_handle() as u64;
+    state.holds.insert(hold);
+    hold
+}
+
+/// Ends a hold. One that a reset has ended before is ignored.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_release(hold: u64) {
+    let mut state = state::lock();
+    state.holds.remove(&hold);
+    state.nudge_all();
+}
+
+/// Orders a fault: the `nth` call from now, or with 0 every call.
+///
+/// # Safety
+///
+/// `call` is a C string.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuda_sim_fail(call: *const c_char, nth: u64, code: i32) {
+    // SAFETY: passed on to the caller.
+    let call = unsafe { CStr::from_ptr(call) };
+    faults::order(call.to_string_lossy().into_owned(), nth, code);
+}
+
+/// Forgets all faults.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_clear_faults() {
+    faults::clear();
+}
+
+/// How often a function was called.
+///
+/// # Safety
+///
+/// `call` is a C string.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuda_sim_calls(call: *const c_char) -> u64 {
+    // SAFETY: passed on to the caller.
+    let call = unsafe { CStr::from_ptr(call) };
+    call::calls(&call.to_string_lossy())
+}
+
+/// Reads the counters.
+///
+/// # Safety
+///
+/// `counters` is valid for writing.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuda_sim_counters(counters: *mut Counters) {
+    // SAFETY: passed on to the caller.
+    unsafe { counters.write(TALLY.read()) }
+}
+
+/// Sets the counters to zero.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_reset_counters() {
+    reset_counters();
+}
+
+/// Carries out what is outstanding, whatever hold or timing is in force.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_drain() {
+    drain();
+}
+
+fn reset_counters() {
+    TALLY.reset();
+    state::lock().host.purge();
+}
+
+fn drain() {
+    let mut state = state::lock();
+    state.drains += 1;
+    state.nudge_all();
+    let ids: Vec<usize> = state.streams.keys().copied().collect();
+    let ends: Vec<Point> = ids.into_iter().map(|id| state.end_of(id)).collect();
+    wait(state, &ends).drains -= 1;
+}

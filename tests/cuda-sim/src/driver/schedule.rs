@@ -1,0 +1,334 @@
+//! Queues, and who may run next. The essay is at the head of the
+//! [driver](super).
+
+use super::operation::Action;
+use super::settings::Timing;
+use super::state::{Guard, State};
+use super::{Outcome, TALLY, worker};
+use crate::{code, counters};
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, PoisonError};
+use std::time::Instant;
+
+/// The `seq`-th operation of a stream.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Point {
+    pub(super) stream: usize,
+    pub(super) seq: u64,
+}
+
+pub(super) struct Operation {
+    pub(super) seq: u64,
+    pub(super) action: Action,
+    /// Points that must be reached first.
+    after: Vec<Point>,
+    enqueued_at: Instant,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Role {
+    /// The default stream that orders itself with all blocking ones.
+    Legacy,
+    /// A thread's own default stream.
+    PerThread,
+    Created,
+}
+
+pub(super) struct Stream {
+    pub(super) context: usize,
+    pub(super) role: Role,
+    pub(super) blocking: bool,
+    pub(super) flags: u32,
+    pub(super) priority: i32,
+    /// Its handle is no more; what is queued still runs.
+    pub(super) destroyed: bool,
+    /// The capture it takes part in.
+    pub(super) capture: Option<usize>,
+    queue: VecDeque<Operation>,
+    /// How many operations were ever enqueued, done and demanded.
+    pub(super) enqueued: u64,
+    done: u64,
+    demanded: u64,
+    /// The worker is started with the first operation.
+    has_worker: bool,
+    /// The worker waits on `work`, and would not see a change by itself.
+    parked: bool,
+    work: Arc<Condvar>,
+    /// How many threads wait on `progress`.
+    waiters: usize,
+    progress: Arc<Condvar>,
+}
+
+/// Whether a queue's head may run.
+enum Readiness {
+    Ready,
+    NotBefore(Instant),
+    /// Some call, some other stream or nothing at all will change that.
+    Blocked,
+}
+
+/// What a worker finds to do.
+pub(super) enum Next {
+    Run(Operation),
+    Park(Arc<Condvar>, Option<Instant>),
+    Retire,
+}
+
+impl Stream {
+    pub(super) fn new(context: usize, role: Role, flags: u32, priority: i32) -> Self {
+        const NON_BLOCKING: u32 = 1;
+        Self {
+            context,
+            role,
+            blocking: flags & NON_BLOCKING == 0,
+            flags,
+            priority,
+            destroyed: false,
+            capture: None,
+            queue: VecDeque::new(),
+            enqueued: 0,
+            done: 0,
+            demanded: 0,
+            has_worker: false,
+            parked: false,
+            work: Arc::default(),
+            waiters: 0,
+            progress: Arc::default(),
+        }
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        self.done == self.enqueued
+    }
+}
+
+impl State {
+    /// Puts an operation on a stream, behind what is there and behind `after`.
+    pub(super) fn enqueue(
+        &mut self,
+        id: usize,
+        action: Action,
+        mut after: Vec<Point>,
+    ) -> Outcome<Point> {
+        self.implicit_order(id, &mut after);
+        let stream = self.streams.get_mut(&id).ok_or(code::INVALID_HANDLE)?;
+        if !stream.has_worker {
+            worker::start(id).map_err(|_| code::OUT_OF_MEMORY)?;
+            stream.has_worker = true;
+        }
+        stream.enqueued += 1;
+        let seq = stream.enqueued;
+        stream.queue.push_back(Operation {
+            seq,
+            action,
+            after,
+            enqueued_at: Instant::now(),
+        });
+        counters::add(&TALLY.pending_operations, 1);
+        self.nudge(id);
+        Ok(Point { stream: id, seq })
+    }
+
+    /// The order between a context's legacy stream and its blocking streams.
+    fn implicit_order(&self, id: usize, after: &mut Vec<Point>) {
+        let Some(stream) = self.streams.get(&id).filter(|stream| stream.blocking) else {
+            return;
+        };
+        let legacy = stream.role == Role::Legacy;
+        if !legacy {
+            let legacy = self.contexts.get(&stream.context).map(|it| it.legacy);
+            if let Some(other) = legacy.and_then(|id| self.streams.get_key_value(&id)) {
+                after.extend(last_point(other));
+            }
+            return;
+        }
+        let others = self
+            .streams
+            .iter()
+            .filter(|(other, it)| **other != id && it.blocking && it.context == stream.context);
+        after.extend(others.filter_map(last_point));
+    }
+
+    pub(super) fn is_reached(&self, point: Point) -> bool {
+        // A stream leaves the table when all it had is done.
+        self.streams
+            .get(&point.stream)
+            .is_none_or(|stream| stream.done >= point.seq)
+    }
+
+    /// The point that is reached when all of a stream's work is done.
+    pub(super) fn end_of(&self, id: usize) -> Point {
+        Point {
+            stream: id,
+            seq: self.streams.get(&id).map_or(0, |stream| stream.enqueued),
+        }
+    }
+
+    /// Asks for everything up to these points, and for what that needs.
+    pub(super) fn demand(&mut self, points: &[Point]) {
+        let mut wanted = points.to_vec();
+        while let Some(point) = wanted.pop() {
+            let Some(stream) = self.streams.get_mut(&point.stream) else {
+                continue;
+            };
+            if stream.demanded >= point.seq {
+                continue;
+            }
+            let old = std::mem::replace(&mut stream.demanded, point.seq);
+            for operation in &stream.queue {
+                if operation.seq > old && operation.seq <= point.seq {
+                    wanted.extend(&operation.after);
+                }
+            }
+            self.nudge(point.stream);
+        }
+    }
+
+    fn readiness(&self, stream: &Stream) -> Readiness {
+        let Some(head) = stream.queue.front() else {
+            return Readiness::Blocked;
+        };
+        if !head.after.iter().all(|point| self.is_reached(*point)) {
+            return Readiness::Blocked;
+        }
+        if self.drains > 0 {
+            return Readiness::Ready;
+        }
+        if !self.holds.is_empty() {
+            return Readiness::Blocked;
+        }
+        match self.settings.timing {
+            Timing::Immediate => Readiness::Ready,
+            Timing::UntilWaited if head.seq <= stream.demanded => Readiness::Ready,
+            Timing::UntilWaited => Readiness::Blocked,
+            Timing::Delay(delay) => {
+                let due = head.enqueued_at + delay;
+                if due <= Instant::now() {
+                    Readiness::Ready
+                } else {
+                    Readiness::NotBefore(due)
+                }
+            }
+        }
+    }
+
+    /// Wakes a parked worker that has something to do.
+    fn nudge(&mut self, id: usize) {
+        let Some(stream) = self.streams.get(&id) else {
+            return;
+        };
+        let retire = stream.destroyed && stream.is_idle();
+        if stream.parked && (retire || !matches!(self.readiness(stream), Readiness::Blocked)) {
+            let work = stream.work.clone();
+            if let Some(stream) = self.streams.get_mut(&id) {
+                stream.parked = false;
+            }
+            work.notify_one();
+        }
+    }
+
+    /// Wakes every worker that has something to do, after a change that
+    /// concerns all of them.
+    pub(super) fn nudge_all(&mut self) {
+        let ids: Vec<usize> = self.streams.keys().copied().collect();
+        for id in ids {
+            self.nudge(id);
+        }
+    }
+
+    /// What the worker of a stream does next.
+    pub(super) fn next(&mut self, id: usize) -> Next {
+        let Some(stream) = self.streams.get(&id) else {
+            return Next::Retire;
+        };
+        let readiness = self.readiness(stream);
+        let retire = stream.destroyed && stream.is_idle();
+        let Some(stream) = self.streams.get_mut(&id) else {
+            return Next::Retire;
+        };
+        if retire {
+            self.streams.remove(&id);
+            return Next::Retire;
+        }
+        let until = match readiness {
+            Readiness::Ready => match stream.queue.pop_front() {
+                Some(operation) => return Next::Run(operation),
+                None => None,
+            },
+            Readiness::NotBefore(due) => Some(due),
+            Readiness::Blocked => None,
+        };
+        stream.parked = true;
+        Next::Park(stream.work.clone(), until)
+    }
+
+    /// Notes that an operation is done, and wakes whoever waited for that.
+    pub(super) fn finish(&mut self, id: usize, seq: u64) {
+        counters::take(&TALLY.pending_operations, 1);
+        let Some(stream) = self.streams.get_mut(&id) else {
+            return;
+        };
+        stream.done = seq;
+        if stream.waiters > 0 {
+            stream.progress.notify_all();
+        }
+        let dependents: Vec<usize> = self
+            .streams
+            .iter()
+            .filter(|(_, it)| it.parked)
+            .filter(|(_, it)| it.queue.front().is_some_and(|head| !head.after.is_empty()))
+            .map(|(id, _)| *id)
+            .collect();
+        for dependent in dependents {
+            self.nudge(dependent);
+        }
+    }
+
+    /// Marks a stream's handle as gone. What is queued runs when it may.
+    pub(super) fn retire_stream(&mut self, id: usize) {
+        let Some(stream) = self.streams.get_mut(&id) else {
+            return;
+        };
+        stream.destroyed = true;
+        if stream.role == Role::Created {
+            counters::take(&TALLY.live_streams, 1);
+        }
+        if stream.has_worker {
+            self.nudge(id);
+        } else {
+            self.streams.remove(&id);
+        }
+    }
+
+    pub(super) fn unpark(&mut self, id: usize) {
+        if let Some(stream) = self.streams.get_mut(&id) {
+            stream.parked = false;
+        }
+    }
+}
+
+fn last_point((id, stream): (&usize, &Stream)) -> Option<Point> {
+    (!stream.is_idle()).then_some(Point {
+        stream: *id,
+        seq: stream.enqueued,
+    })
+}
+
+/// Demands the points and blocks until they are reached.
+pub(super) fn wait(mut state: Guard, points: &[Point]) -> Guard {
+    state.demand(points);
+    for point in points {
+        while !state.is_reached(*point) {
+            let Some(stream) = state.streams.get_mut(&point.stream) else {
+                break;
+            };
+            stream.waiters += 1;
+            let progress = stream.progress.clone();
+            state = progress.wait(state).unwrap_or_else(PoisonError::into_inner);
+            if let Some(stream) = state.streams.get_mut(&point.stream) {
+                stream.waiters -= 1;
+            }
+        }
+    }
+    state
+}

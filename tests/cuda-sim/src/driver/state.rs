@@ -1,0 +1,58 @@
+//! The tables of the driver, behind one lock.
+
+use super::capture::{Capture, Graph};
+use super::context::{Context, Primary};
+use super::device::DeviceTable;
+use super::event::Event;
+use super::host::HostTable;
+use super::schedule::Stream;
+use super::settings::Settings;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+
+/// How many devices there are.
+pub(super) const DEVICES: usize = 2;
+
+/// Everything the driver knows.
+///
+/// Handles are keys of these tables and are never reused, so a stale or
+/// invented handle is a failed look-up and nothing worse.
+#[derive(Default)]
+pub(super) struct State {
+    pub(super) contexts: HashMap<usize, Context>,
+    pub(super) primaries: [Primary; DEVICES],
+    pub(super) streams: HashMap<usize, Stream>,
+    pub(super) events: HashMap<usize, Event>,
+    pub(super) captures: HashMap<usize, Capture>,
+    pub(super) graphs: HashMap<usize, Arc<Graph>>,
+    pub(super) executables: HashMap<usize, Arc<Graph>>,
+    pub(super) host: HostTable,
+    pub(super) device: DeviceTable,
+    pub(super) settings: Settings,
+    /// Holds in force: while there is one, nothing runs.
+    pub(super) holds: BTreeSet<u64>,
+    /// How many drains are under way: while there is one, neither holds nor
+    /// timing keep anything from running.
+    pub(super) drains: u32,
+    handles: usize,
+}
+
+impl State {
+    /// A handle that no call has returned before.
+    ///
+    /// Handles look like addresses, so that null, the special stream handles
+    /// 1 and 2 and small invented numbers are none.
+    pub(super) fn new_handle(&mut self) -> usize {
+        self.handles += 1;
+        0x5100_0000_0000 + self.handles * 0x10
+    }
+}
+
+pub(super) type Guard = MutexGuard<'static, State>;
+
+/// Locks the tables. A panic under the lock is turned into an error code by
+/// the call wrapper; the tables are still worth using after one.
+pub(super) fn lock() -> Guard {
+    static STATE: LazyLock<Mutex<State>> = LazyLock::new(Mutex::default);
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}

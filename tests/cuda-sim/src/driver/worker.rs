@@ -1,0 +1,61 @@
+//! The thread that carries out a stream's operations.
+
+use super::event;
+use super::operation::Action;
+use super::schedule::Next;
+use super::state::{self, Guard};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Condvar, PoisonError};
+use std::time::Instant;
+
+/// Starts the worker of a stream. It ends when the stream is destroyed and
+/// has nothing left to do.
+pub(super) fn start(stream: usize) -> std::io::Result<()> {
+    std::thread::Builder::new()
+        .name("simulated stream".into())
+        .spawn(move || work(stream))
+        .map(drop)
+}
+
+fn work(stream: usize) {
+    let mut state = state::lock();
+    loop {
+        match state.next(stream) {
+            Next::Retire => return,
+            Next::Park(work, until) => {
+                state = park(state, &work, until);
+                state.unpark(stream);
+            }
+            Next::Run(operation) => {
+                drop(state);
+                // A panic in here must not leave waiters waiting for ever.
+                let ran = catch_unwind(AssertUnwindSafe(|| operation.action.execute()));
+                debug_assert!(ran.is_ok(), "an operation panicked");
+                let seq = operation.seq;
+                let recorded = match operation.action {
+                    Action::Record(event) => Some(event),
+                    _ => None,
+                };
+                // Gives back buffers and memory before the lock is taken.
+                drop(operation);
+                state = state::lock();
+                if let Some(event) = recorded {
+                    event::note_time(&mut state, event, stream, seq);
+                }
+                state.finish(stream, seq);
+            }
+        }
+    }
+}
+
+fn park(state: Guard, work: &Condvar, until: Option<Instant>) -> Guard {
+    match until {
+        None => work.wait(state).unwrap_or_else(PoisonError::into_inner),
+        Some(until) => {
+            let left = until.saturating_duration_since(Instant::now());
+            work.wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0
+        }
+    }
+}
