@@ -112,15 +112,19 @@ fn find() -> Result<PathBuf, LoadError> {
 }
 
 /// Tests and benches are built beside the object, examples one folder away,
-/// programs one folder above.
+/// programs one folder above. A documentation test is built elsewhere, but by
+/// the build that put the object where this crate was built.
 fn places(program: Option<&Path>) -> Vec<PathBuf> {
-    let Some(folder) = program.and_then(Path::parent) else {
-        return Vec::new();
-    };
-    let mut places = vec![folder.join(FILE), folder.join("deps").join(FILE)];
-    if let Some(above) = folder.parent() {
-        places.push(above.join("deps").join(FILE));
-        places.push(above.join(FILE));
+    let mut places = Vec::new();
+    if let Some(folder) = program.and_then(Path::parent) {
+        places.extend([folder.join(FILE), folder.join("deps").join(FILE)]);
+        if let Some(above) = folder.parent() {
+            places.extend([above.join("deps").join(FILE), above.join(FILE)]);
+        }
+    }
+    // …/build/cuda-sim-<hash>/out lies three folders below the profile's.
+    if let Some(profile) = Path::new(env!("OUT_DIR")).ancestors().nth(3) {
+        places.push(profile.join("deps").join(FILE));
     }
     places
 }

@@ -1,4 +1,5 @@
 //! The driver as `cudarc` uses it.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
 
