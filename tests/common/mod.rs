@@ -1,0 +1,94 @@
+//! What the tests over the simulated driver share.
+#![allow(dead_code, reason = "each test file uses its own part of it")]
+
+use std::process::{Command, Output};
+use std::sync::Arc;
+
+use cuda_sim::{Counters, Session};
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream};
+use pinned_hosts::cuda::{self, Copier};
+
+/// The simulated driver to oneself, a context, a stream, and a copier on it.
+///
+/// The fields are dropped in this order: what uses the driver goes first.
+pub(crate) struct Rig {
+    pub(crate) copier: Copier,
+    pub(crate) stream: Arc<CudaStream>,
+    pub(crate) context: Arc<CudaContext>,
+    pub(crate) sim: Session,
+}
+
+impl Rig {
+    pub(crate) fn new() -> Self {
+        Self::with(|_| ())
+    }
+
+    /// With settings that have to be made before the device is opened.
+    pub(crate) fn with(set_up: impl FnOnce(&Session)) -> Self {
+        let sim = cuda_sim::load().unwrap().session();
+        set_up(&sim);
+        let context = cuda::context(0).unwrap();
+        // An error that an earlier test left stored in the context.
+        let _ = context.check_err();
+        let stream = context.new_stream().unwrap();
+        Self {
+            copier: Copier::new(&stream).unwrap(),
+            stream,
+            context,
+            sim,
+        }
+    }
+
+    pub(crate) fn zeros<T: cudarc::driver::DeviceRepr + cudarc::driver::ValidAsZeroBits>(
+        &self,
+        len: usize,
+    ) -> CudaSlice<T> {
+        let zeros = self.stream.alloc_zeros(len).unwrap();
+        self.stream.synchronize().unwrap();
+        zeros
+    }
+
+    /// Lets the device finish, and reads what it has.
+    pub(crate) fn read_back<T: cudarc::driver::DeviceRepr + Clone + Default>(
+        &self,
+        on_device: &CudaSlice<T>,
+    ) -> Vec<T> {
+        self.stream.clone_dtoh(on_device).unwrap()
+    }
+
+    /// Lets the device finish, and reads the counters.
+    pub(crate) fn counters(&self) -> Counters {
+        self.sim.drain();
+        self.sim.counters()
+    }
+
+    #[track_caller]
+    pub(crate) fn assert_sound(&self) {
+        let counters = self.counters();
+        assert_eq!(
+            (counters.torn_transfers, counters.dead_reads),
+            (0, 0),
+            "(torn transfers, dead reads) of {counters:?}"
+        );
+    }
+}
+
+/// Runs the test `name` of this binary in a process of its own, with the
+/// variable `IN_CHILD` set, so that it can do what a process does only once.
+pub(crate) fn in_child(name: &str, set_up: impl FnOnce(&mut Command)) -> Option<Output> {
+    if is_child() {
+        return None;
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
+        .args(["--exact", name, "--nocapture", "--test-threads=1"])
+        .env(IN_CHILD, "1");
+    set_up(&mut command);
+    Some(command.output().unwrap())
+}
+
+const IN_CHILD: &str = "PINNED_HOSTS_TEST_IN_CHILD";
+
+pub(crate) fn is_child() -> bool {
+    std::env::var_os(IN_CHILD).is_some()
+}
