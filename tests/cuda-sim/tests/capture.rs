@@ -185,10 +185,8 @@ fn a_relaxed_thread_may_ask_for_events_during_any_capture() {
 fn exchange(with: u32) -> u32 {
     let mut value = mode(with);
     // SAFETY: valid for reading and writing.
-    assert_eq!(
-        code(unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut value) }),
-        0
-    );
+    let result = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut value) };
+    assert_eq!(code(result), 0);
     value as u32
 }
 

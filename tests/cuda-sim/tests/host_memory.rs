@@ -41,7 +41,7 @@ fn registering_what_was_allocated_page_locked_is_refused() {
 #[test]
 fn two_disjoint_ranges_on_one_page_can_be_registered() {
     let _bench = bench();
-    let memory = vec![0_u8; 200];
+    let memory = [0_u8; 200];
     assert_eq!(register(&memory[..100]), 0);
     assert_eq!(register(&memory[100..]), 0);
     assert_eq!(unregister(memory.as_ptr()), 0);

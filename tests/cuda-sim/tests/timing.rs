@@ -5,7 +5,7 @@ mod common;
 
 use common::{
     bench, device_alloc, device_bytes, dtoh, event_query, event_wait, host_alloc, host_bytes,
-    host_free, htod, htod_sync, new_event, null, overwrite, record, stream_query, stream_wait,
+    host_free, htod, htod_sync, new_event, null, out, overwrite, record, stream_query, stream_wait,
 };
 use cuda_sim::Timing;
 use cudarc::driver::sys;
@@ -220,12 +220,8 @@ fn a_synchronous_copy_is_not_ordered_with_non_blocking_streams() {
 #[test]
 fn the_legacy_stream_is_ordered_with_blocking_streams_both_ways() {
     let bench = bench();
-    let mut blocking = null().cast();
     // SAFETY: an out pointer.
-    assert_eq!(
-        common::code(unsafe { sys::cuStreamCreate(&raw mut blocking, 0) }),
-        0
-    );
+    let blocking = out(|it| unsafe { sys::cuStreamCreate(it, 0) }).unwrap();
     let (one, two) = (host_alloc(64), host_alloc(64));
     overwrite(one, 64, 1);
     overwrite(two, 64, 2);
@@ -300,4 +296,48 @@ fn threads_on_streams_of_their_own_do_not_disturb_one_another() {
         }
     });
     assert_eq!(bench.session.counters().h2d_transfers, 200);
+}
+
+/// Waits, polls, cross-stream waits, holds and destruction, all at once: what
+/// must come out is that everything ends, and that all transfers were made.
+#[test]
+fn nothing_hangs_whatever_threads_do_at_once() {
+    const ROUNDS: u64 = 200;
+    let bench = bench();
+    let shared = bench.stream();
+    std::thread::scope(|scope| {
+        for thread in 0..4_u64 {
+            let (bench, shared) = (&bench, &shared);
+            scope.spawn(move || {
+                bench.context.bind_to_thread().unwrap();
+                let source = host_alloc(256);
+                let target = device_alloc(256);
+                let mut own = bench.stream();
+                for round in 0..ROUNDS {
+                    assert_eq!(htod(target, source, 256, own.cu_stream()), 0);
+                    assert_eq!(htod(target, source, 256, shared.cu_stream()), 0);
+                    match (round + thread) % 6 {
+                        0 => own.join(shared).unwrap(),
+                        1 => shared.join(&own).unwrap(),
+                        2 => shared.synchronize().unwrap(),
+                        3 => {
+                            while stream_query(own.cu_stream()) == 600 {
+                                std::thread::yield_now();
+                            }
+                        }
+                        4 => own = bench.stream(),
+                        _ => drop(bench.session.hold()),
+                    }
+                }
+                own.synchronize().unwrap();
+            });
+        }
+    });
+    bench.session.drain();
+    let counters = bench.session.counters();
+    assert_eq!(
+        (counters.pending_operations, counters.h2d_transfers),
+        (0, 8 * ROUNDS)
+    );
+    assert_eq!((counters.torn_transfers, counters.dead_reads), (0, 0));
 }

@@ -29,6 +29,9 @@
 //! late as a device can be, and it needs no clock, so a test that frees or
 //! rewrites a source too early fails every time.
 //!
+//! The worker carries operations out, or a thread that waits for them does;
+//! one at a time for each stream in either case.
+//!
 //! Nothing that is destroyed is waited for. Destroying a stream or a context
 //! leaves its operations queued; they hold what they need (staging buffers,
 //! device memory, the knowledge of where host memory was) and find what died

@@ -49,6 +49,8 @@ pub(super) struct Stream {
     pub(super) enqueued: u64,
     done: u64,
     demanded: u64,
+    /// The operation before the head of the queue is being carried out.
+    running: bool,
     /// The worker is started with the first operation.
     has_worker: bool,
     /// The worker waits on `work`, and would not see a change by itself.
@@ -89,6 +91,7 @@ impl Stream {
             enqueued: 0,
             done: 0,
             demanded: 0,
+            running: false,
             has_worker: false,
             parked: false,
             work: Arc::default(),
@@ -166,6 +169,15 @@ impl State {
 
     /// Asks for everything up to these points, and for what that needs.
     pub(super) fn demand(&mut self, points: &[Point]) {
+        for stream in self.mark_demanded(points) {
+            self.nudge(stream);
+        }
+    }
+
+    /// Marks what is asked for. Returns the streams that may move now, whose
+    /// workers nobody has told.
+    fn mark_demanded(&mut self, points: &[Point]) -> Vec<usize> {
+        let mut moved = Vec::new();
         let mut wanted = points.to_vec();
         while let Some(point) = wanted.pop() {
             let Some(stream) = self.streams.get_mut(&point.stream) else {
@@ -180,14 +192,49 @@ impl State {
                     wanted.extend(&operation.after);
                 }
             }
-            self.nudge(point.stream);
+            moved.push(point.stream);
         }
+        moved
+    }
+
+    /// The stream whose head must run for this point to be reached, if it may
+    /// run here and now.
+    fn helpable(&self, point: Point) -> Option<usize> {
+        let mut id = point.stream;
+        // Dependencies lead into the past, so this ends.
+        loop {
+            let stream = self.streams.get(&id)?;
+            if stream.running {
+                return None;
+            }
+            let head = stream.queue.front()?;
+            match head.after.iter().find(|point| !self.is_reached(**point)) {
+                Some(point) => id = point.stream,
+                None => {
+                    let ready = matches!(self.readiness(stream), Readiness::Ready);
+                    // The program's functions run on a thread of the driver's.
+                    let ours = !matches!(head.action, Action::Call(_));
+                    return (ready && ours).then_some(id);
+                }
+            }
+        }
+    }
+
+    /// Takes the head of a queue to carry it out.
+    fn take(&mut self, id: usize) -> Option<Operation> {
+        let stream = self.streams.get_mut(&id)?;
+        let operation = stream.queue.pop_front()?;
+        stream.running = true;
+        Some(operation)
     }
 
     fn readiness(&self, stream: &Stream) -> Readiness {
         let Some(head) = stream.queue.front() else {
             return Readiness::Blocked;
         };
+        if stream.running {
+            return Readiness::Blocked;
+        }
         if !head.after.iter().all(|point| self.is_reached(*point)) {
             return Readiness::Blocked;
         }
@@ -241,25 +288,25 @@ impl State {
         let Some(stream) = self.streams.get(&id) else {
             return Next::Retire;
         };
-        let readiness = self.readiness(stream);
-        let retire = stream.destroyed && stream.is_idle();
-        let Some(stream) = self.streams.get_mut(&id) else {
-            return Next::Retire;
-        };
-        if retire {
+        if stream.destroyed && stream.is_idle() {
             self.streams.remove(&id);
             return Next::Retire;
         }
-        let until = match readiness {
-            Readiness::Ready => match stream.queue.pop_front() {
+        let until = match self.readiness(stream) {
+            Readiness::Ready => match self.take(id) {
                 Some(operation) => return Next::Run(operation),
                 None => None,
             },
             Readiness::NotBefore(due) => Some(due),
             Readiness::Blocked => None,
         };
-        stream.parked = true;
-        Next::Park(stream.work.clone(), until)
+        match self.streams.get_mut(&id) {
+            None => Next::Retire,
+            Some(stream) => {
+                stream.parked = true;
+                Next::Park(stream.work.clone(), until)
+            }
+        }
     }
 
     /// Notes that an operation is done, and wakes whoever waited for that.
@@ -269,6 +316,7 @@ impl State {
             return;
         };
         stream.done = seq;
+        stream.running = false;
         if stream.waiters > 0 {
             stream.progress.notify_all();
         }
@@ -315,20 +363,41 @@ fn last_point((id, stream): (&usize, &Stream)) -> Option<Point> {
 }
 
 /// Demands the points and blocks until they are reached.
+///
+/// Whoever waits carries out what it waits for, as far as it may run at once:
+/// waking a worker and being woken by it costs far more than a small copy.
 pub(super) fn wait(mut state: Guard, points: &[Point]) -> Guard {
-    state.demand(points);
+    let mut touched = state.mark_demanded(points);
     for point in points {
         while !state.is_reached(*point) {
-            let Some(stream) = state.streams.get_mut(&point.stream) else {
-                break;
-            };
-            stream.waiters += 1;
-            let progress = stream.progress.clone();
-            state = progress.wait(state).unwrap_or_else(PoisonError::into_inner);
-            if let Some(stream) = state.streams.get_mut(&point.stream) {
-                stream.waiters -= 1;
+            let helped = state.helpable(*point);
+            match helped.and_then(|id| Some((id, state.take(id)?))) {
+                Some((id, operation)) => {
+                    state = worker::carry_out(state, id, operation);
+                    touched.push(id);
+                }
+                None => state = sleep(state, *point),
             }
         }
+    }
+    // What else may run now is for the workers.
+    for id in touched {
+        state.nudge(id);
+    }
+    state
+}
+
+/// Leaves the point to the workers until its stream has made some progress.
+fn sleep(mut state: Guard, point: Point) -> Guard {
+    state.nudge_all();
+    let Some(stream) = state.streams.get_mut(&point.stream) else {
+        return state;
+    };
+    stream.waiters += 1;
+    let progress = stream.progress.clone();
+    state = progress.wait(state).unwrap_or_else(PoisonError::into_inner);
+    if let Some(stream) = state.streams.get_mut(&point.stream) {
+        stream.waiters -= 1;
     }
     state
 }

@@ -1,8 +1,9 @@
-//! The thread that carries out a stream's operations.
+//! The thread that carries out a stream's operations, unless somebody who
+//! waits for one is quicker.
 
 use super::event;
 use super::operation::Action;
-use super::schedule::Next;
+use super::schedule::{Next, Operation};
 use super::state::{self, Guard};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Condvar, PoisonError};
@@ -26,26 +27,30 @@ fn work(stream: usize) {
                 state = park(state, &work, until);
                 state.unpark(stream);
             }
-            Next::Run(operation) => {
-                drop(state);
-                // A panic in here must not leave waiters waiting for ever.
-                let ran = catch_unwind(AssertUnwindSafe(|| operation.action.execute()));
-                debug_assert!(ran.is_ok(), "an operation panicked");
-                let seq = operation.seq;
-                let recorded = match operation.action {
-                    Action::Record(event) => Some(event),
-                    _ => None,
-                };
-                // Gives back buffers and memory before the lock is taken.
-                drop(operation);
-                state = state::lock();
-                if let Some(event) = recorded {
-                    event::note_time(&mut state, event, stream, seq);
-                }
-                state.finish(stream, seq);
-            }
+            Next::Run(operation) => state = carry_out(state, stream, operation),
         }
     }
+}
+
+/// Carries an operation out, without the lock.
+pub(super) fn carry_out(state: Guard, stream: usize, operation: Operation) -> Guard {
+    drop(state);
+    // A panic in here must not leave others waiting for ever.
+    let ran = catch_unwind(AssertUnwindSafe(|| operation.action.execute()));
+    debug_assert!(ran.is_ok(), "an operation panicked");
+    let seq = operation.seq;
+    let recorded = match operation.action {
+        Action::Record(event) => Some(event),
+        _ => None,
+    };
+    // Gives back buffers and memory before the lock is taken.
+    drop(operation);
+    let mut state = state::lock();
+    if let Some(event) = recorded {
+        event::note_time(&mut state, event, stream, seq);
+    }
+    state.finish(stream, seq);
+    state
 }
 
 fn park(state: Guard, work: &Condvar, until: Option<Instant>) -> Guard {
