@@ -1,0 +1,311 @@
+//! A driver that is missing, incomplete, or fails at any call: a typed error,
+//! and still no torn transfer and no dead read.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
+
+use common::{Rig, in_child};
+use cuda_sim::code;
+use cudarc::driver::CudaSlice;
+use pinned_hosts::cuda::{self, Copier, CudaError, PinnedBuffer};
+use pinned_hosts::live_count;
+
+const LEN: usize = 4096;
+
+/// What a server does with a copier, each result to be looked at.
+fn some_copies(rig: &Rig, on_device: &mut CudaSlice<u8>) -> Result<(), CudaError> {
+    let pageable = vec![1u8; LEN];
+    let mut pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN])?;
+
+    let mut first_error = Ok(());
+    let mut note = |result: Result<(), CudaError>| {
+        if first_error.is_ok() {
+            first_error = result;
+        }
+    };
+    match Copier::new(&rig.stream) {
+        Ok(copier) => {
+            note(copier.copy_h2d_async(&pageable, on_device));
+            note(copier.copy_h2d_async(&pinned, on_device));
+            if let Ok(pinned) = pinned.as_mut_slice() {
+                pinned.fill(2);
+            }
+            note(copier.copy_h2d_from(&pinned, 0..LEN, on_device));
+            note(pinned.as_mut_slice().map(|pinned| pinned.fill(3)));
+            note(copier.copy_h2d_from(&pinned, 0..LEN, on_device));
+        }
+        Err(error) => note(Err(error)),
+    }
+    drop(pinned);
+    first_error
+}
+
+/// Every driver function that the copies above call by themselves. Those for
+/// device memory are `cudarc`'s own business.
+const CALLS: [&str; 11] = [
+    "cuCtxGetCurrent",
+    "cuDeviceGetAttribute",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuEventQuery",
+    "cuMemFreeHost",
+    "cuMemHostAlloc",
+    "cuMemcpyHtoDAsync_v2",
+    "cuStreamIsCapturing",
+];
+
+#[test]
+fn whichever_call_fails_nothing_is_torn_and_nothing_is_lost() {
+    let mut seen_errors = 0;
+    for call in CALLS {
+        for nth in 1.. {
+            let rig = Rig::new();
+            let mut on_device = rig.zeros::<u8>(LEN);
+            let before = (live_count(), rig.counters().live_host_allocations);
+            rig.sim.fail_nth(call, nth, code::UNKNOWN);
+            let calls = rig.sim.calls(call);
+            let result = some_copies(&rig, &mut on_device);
+            let reached = rig.sim.calls(call) - calls >= nth;
+            rig.sim.clear_faults();
+            rig.assert_sound();
+            let after = (live_count(), rig.counters().live_host_allocations);
+            // Memory that could not be freed is the one thing that stays, in
+            // the registry as much as in the driver.
+            let leaked = after.1 - before.1;
+            assert_eq!(
+                after.0 - before.0,
+                usize::try_from(leaked).unwrap(),
+                "{call}, call {nth}: the registry and the driver differ"
+            );
+            if leaked > 0 {
+                assert_eq!(
+                    call_that_frees(call),
+                    Some(call),
+                    "{call}, call {nth} leaked"
+                );
+                forget_leaked();
+            }
+            if !reached {
+                break;
+            }
+            if let Err(error) = result {
+                seen_errors += 1;
+                let text = error.to_string();
+                assert!(text.contains("CUDA_ERROR_UNKNOWN (999)"), "{call}: {text}");
+            }
+        }
+    }
+    assert!(seen_errors > CALLS.len(), "{seen_errors}");
+}
+
+/// `Some` for the calls without which the memory cannot be given back.
+fn call_that_frees(call: &'static str) -> Option<&'static str> {
+    ["cuMemFreeHost", "cuCtxGetCurrent"]
+        .into_iter()
+        .find(|&it| it == call)
+}
+
+fn forget_leaked() {
+    for entry in pinned_hosts::global().regions() {
+        pinned_hosts::global().unregister(entry.id()).unwrap();
+    }
+}
+
+#[test]
+fn an_error_of_the_copy_call_itself_is_waited_for_all_the_same() {
+    let rig = Rig::new();
+    let mut pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+    let mut on_device = rig.zeros::<u8>(LEN);
+    let waits = rig.sim.calls("cuEventSynchronize");
+    rig.sim
+        .fail_nth("cuMemcpyHtoDAsync_v2", 1, code::LAUNCH_FAILED);
+    rig.copier
+        .copy_h2d_async(&pinned, &mut on_device)
+        .unwrap_err();
+    assert_eq!(rig.sim.calls("cuEventSynchronize"), waits + 1);
+    pinned.as_mut_slice().unwrap().fill(2);
+    rig.assert_sound();
+}
+
+#[test]
+fn a_wait_that_fails_is_widened_and_its_error_returned() {
+    for failing in [
+        &["cuEventRecord"][..],
+        &["cuEventSynchronize"],
+        &["cuEventRecord", "cuStreamSynchronize"],
+        &["cuEventSynchronize", "cuStreamSynchronize"],
+    ] {
+        let rig = Rig::new();
+        let mut pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+        let mut on_device = rig.zeros::<u8>(LEN);
+        for call in failing {
+            rig.sim.fail_always(call, code::UNKNOWN);
+        }
+        let error = rig
+            .copier
+            .copy_h2d_async(pinned.as_slice(), &mut on_device)
+            .unwrap_err();
+        rig.sim.clear_faults();
+        pinned.as_mut_slice().unwrap().fill(2);
+        assert!(error.to_string().starts_with(failing[0]), "{error}");
+        // `cudarc` failed to record its own event for the destination.
+        let _ = rig.context.check_err();
+        assert_eq!(rig.read_back(&on_device), [1; LEN], "{failing:?}");
+        rig.assert_sound();
+    }
+}
+
+const WAITS: [&str; 3] = [
+    "cuEventSynchronize",
+    "cuStreamSynchronize",
+    "cuCtxSynchronize",
+];
+
+#[test]
+fn a_copy_that_nobody_can_wait_for_aborts_rather_than_return() {
+    let name = "a_copy_that_nobody_can_wait_for_aborts_rather_than_return";
+    if let Some(output) = in_child(name, |_| ()) {
+        assert_eq!(output.status.signal(), Some(libc::SIGABRT), "{output:?}");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            text.contains("pinned-hosts: the driver can no longer say"),
+            "{text}"
+        );
+        return;
+    }
+    let rig = Rig::new();
+    let pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+    let mut on_device = rig.zeros::<u8>(LEN);
+    for call in WAITS {
+        rig.sim.fail_always(call, code::UNKNOWN);
+    }
+    let result = rig.copier.copy_h2d_async(&pinned, &mut on_device);
+    panic!("returned {result:?} with the copy in flight");
+}
+
+#[test]
+fn a_copy_on_a_dead_context_returns_its_error() {
+    for code in [
+        code::ILLEGAL_ADDRESS,
+        code::CONTEXT_IS_DESTROYED,
+        code::LAUNCH_FAILED,
+    ] {
+        let rig = Rig::new();
+        let pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+        let mut on_device = rig.zeros::<u8>(LEN);
+        for call in WAITS {
+            rig.sim.fail_always(call, code);
+        }
+        let error = rig
+            .copier
+            .copy_h2d_async(&pinned, &mut on_device)
+            .unwrap_err();
+        assert!(error.to_string().contains(&format!("({code})")), "{error}");
+        rig.sim.clear_faults();
+        rig.sim.drain();
+    }
+}
+
+#[test]
+fn no_driver_is_an_error_and_not_a_panic() {
+    let name = "no_driver_is_an_error_and_not_a_panic";
+    if let Some(output) = in_child(name, |command| {
+        command
+            .env_remove("LD_LIBRARY_PATH")
+            .env_remove("LD_PRELOAD");
+    }) {
+        assert!(output.status.success(), "{output:?}");
+        return;
+    }
+    match cuda::context(0) {
+        Err(CudaError::NoDriver) => {
+            let text = CudaError::NoDriver.to_string();
+            assert!(text.contains("install the NVIDIA driver"), "{text}");
+        }
+        // A machine with a real driver: it answers, whatever it says.
+        Ok(_) | Err(CudaError::Driver { .. }) => eprintln!("there is a real driver here"),
+        Err(other) => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn no_such_device_is_an_error_with_the_drivers_name_for_it() {
+    let _rig = Rig::new();
+    let text = cuda::context(1000).unwrap_err().to_string();
+    assert!(text.contains("CUDA_ERROR_INVALID_DEVICE (101)"), "{text}");
+}
+
+/// Builds a shared object of `source` as `libcuda.so` in `folder`.
+fn build_libcuda(folder: &std::path::Path, source: &str) {
+    let file = folder.join("libcuda.rs");
+    std::fs::write(&file, source).unwrap();
+    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let status = Command::new(rustc)
+        .args(["--edition", "2024", "--crate-type", "cdylib", "-o"])
+        .args([folder.join("libcuda.so"), file])
+        .status()
+        .unwrap();
+    assert!(status.success());
+}
+
+#[test]
+fn a_driver_without_a_function_that_is_needed_is_an_error_and_not_a_panic() {
+    let name = "a_driver_without_a_function_that_is_needed_is_an_error_and_not_a_panic";
+    let folder = tempfile::tempdir().unwrap();
+    if !common::is_child() {
+        build_libcuda(
+            folder.path(),
+            "#[unsafe(no_mangle)] pub extern \"C\" fn cuCtxGetCurrent() -> i32 { 3 }",
+        );
+    }
+    if let Some(output) = in_child(name, |command| {
+        command.env("LD_LIBRARY_PATH", folder.path());
+    }) {
+        assert!(output.status.success(), "{output:?}");
+        return;
+    }
+    let error = cuda::context(0).unwrap_err();
+    assert_eq!(
+        error,
+        CudaError::MissingFunction {
+            name: "cuCtxSetCurrent"
+        }
+    );
+    assert!(error.to_string().contains("update the driver"), "{error}");
+}
+
+#[test]
+fn a_forked_child_frees_nothing() {
+    let name = "a_forked_child_frees_nothing";
+    // In a process of its own, so that no other test runs while it forks.
+    if let Some(output) = in_child(name, |_| ()) {
+        assert!(output.status.success(), "{output:?}");
+        return;
+    }
+    let rig = Rig::new();
+    let buffer = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+    let frees = rig.sim.calls("cuMemFreeHost");
+    // SAFETY: the child only drops the buffer, reads a counter and leaves.
+    match unsafe { libc::fork() } {
+        0 => {
+            drop(buffer);
+            let freed = rig.sim.calls("cuMemFreeHost") - frees;
+            // SAFETY: ends the child, without running what the parent owns.
+            unsafe { libc::_exit(i32::try_from(freed).unwrap_or(100)) }
+        }
+        child => {
+            assert!(child > 0, "fork");
+            let mut status = -1;
+            // SAFETY: `child` is ours, and `status` a place for its status.
+            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+            assert_eq!(status, 0, "the child freed memory of its parent's");
+        }
+    }
+    drop(buffer);
+    assert_eq!(rig.sim.calls("cuMemFreeHost"), frees + 1);
+}
