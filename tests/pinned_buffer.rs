@@ -163,8 +163,7 @@ fn memory_that_cannot_be_freed_is_leaked_and_stays_registered() {
             .regions()
             .find(|entry| entry.region().base() == base)
     };
-    rig.sim
-        .fail_nth("cuMemFreeHost", 1, code::UNKNOWN);
+    rig.sim.fail_nth("cuMemFreeHost", 1, code::UNKNOWN);
     drop(buffer);
     let left = entry().expect("it is still page-locked");
     assert_eq!(rig.counters().live_host_allocations, 1);
@@ -273,8 +272,7 @@ fn sizes_that_no_allocation_can_have_are_an_error() {
 #[test]
 fn memory_that_the_driver_cannot_pin_is_an_error_with_its_name() {
     let rig = Rig::new();
-    rig.sim
-        .fail_nth("cuMemHostAlloc", 1, code::OUT_OF_MEMORY);
+    rig.sim.fail_nth("cuMemHostAlloc", 1, code::OUT_OF_MEMORY);
     let error = PinnedBuffer::<u8>::zeroed(&rig.context, LEN).unwrap_err();
     let text = error.to_string();
     assert!(text.contains("cuMemHostAlloc"), "{text}");
