@@ -152,7 +152,8 @@ impl Sim {
     /// Starts a session: the driver to oneself, with defaults for everything.
     ///
     /// Tests of one binary run in parallel and share one driver; while one
-    /// has a session, the others wait here.
+    /// has a session, the others wait here. So would a thread that has one
+    /// already, and for ever.
     pub fn session(&'static self) -> Session {
         static TURN: Mutex<()> = Mutex::new(());
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -274,7 +275,7 @@ impl Session {
     /// # Panics
     ///
     /// If there is no such function, `nth` is 0, or `code` is not one of
-    /// [`code`](crate::code).
+    /// [`code`].
     #[track_caller]
     pub fn fail_nth(&self, call: &str, nth: u64, code: i32) {
         assert!(nth > 0, "calls are counted from 1");

@@ -293,6 +293,16 @@ fn null_is_refused_unless_nothing_is_copied_from_it() {
 }
 
 #[test]
+fn a_device_address_is_no_host_address() {
+    let bench = bench();
+    let stream = bench.stream();
+    let memory = device_alloc(64);
+    let mistaken = memory as *mut u8;
+    assert_eq!(htod(memory, mistaken, 64, stream.cu_stream()), 1);
+    assert_eq!(dtoh(mistaken, memory, 64, stream.cu_stream()), 1);
+}
+
+#[test]
 fn copies_past_the_end_of_device_memory_are_refused() {
     let bench = bench();
     let stream = bench.stream();

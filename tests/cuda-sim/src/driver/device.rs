@@ -4,6 +4,7 @@
 //! that is dereferenced by mistake crashes, and none is ever mistaken for a
 //! host pointer.
 
+use super::host::Owner;
 use super::{Outcome, TALLY};
 use crate::code;
 use crate::counters;
@@ -13,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The first device address.
-const FIRST: u64 = 1 << 52;
+pub(super) const FIRST: u64 = 1 << 52;
 /// Allocations start at multiples of this, and between two there is at least
 /// as much that belongs to neither.
 const GRAIN: u64 = 512;
@@ -35,14 +36,42 @@ pub(super) struct DeviceMemory {
     pub(super) id: u64,
     /// Freed: operations that still hold it touch dead memory.
     pub(super) freed: AtomicBool,
-    memory: usize,
+    backing: Backing,
+}
+
+/// Memory that is no allocation yet. Getting it takes time, so it is made
+/// without the lock.
+pub(super) struct Backing {
+    address: usize,
+    len: usize,
     layout: Layout,
 }
 
-impl Drop for DeviceMemory {
+impl Backing {
+    pub(super) fn new(len: usize) -> Outcome<Self> {
+        if len > LARGEST {
+            return Err(code::OUT_OF_MEMORY);
+        }
+        let layout = Layout::from_size_align(len.max(1), 256).map_err(|_| code::OUT_OF_MEMORY)?;
+        // SAFETY: the layout is not empty.
+        let memory = unsafe { std::alloc::alloc(layout) };
+        if memory.is_null() {
+            return Err(code::OUT_OF_MEMORY);
+        }
+        // SAFETY: inside the allocation, which nobody else knows yet.
+        unsafe { memory.write_bytes(GARBAGE, len.min(GARBAGE_BYTES)) };
+        Ok(Self {
+            address: memory as usize,
+            len,
+            layout,
+        })
+    }
+}
+
+impl Drop for Backing {
     fn drop(&mut self) {
-        // SAFETY: `memory` was allocated with `layout` and this is its owner.
-        unsafe { std::alloc::dealloc(self.memory as *mut u8, self.layout) }
+        // SAFETY: allocated with this layout, and this is its owner.
+        unsafe { std::alloc::dealloc(self.address as *mut u8, self.layout) }
     }
 }
 
@@ -58,7 +87,7 @@ impl Span {
     /// Where its bytes are, for the DMA engine: valid for reading and writing
     /// `len` bytes as long as the span lives, by DMA only.
     pub(super) fn address(&self) -> usize {
-        self.memory.memory + self.offset
+        self.memory.backing.address + self.offset
     }
 }
 
@@ -77,39 +106,22 @@ impl Default for DeviceTable {
 }
 
 impl DeviceTable {
-    pub(super) fn allocate(
-        &mut self,
-        len: usize,
-        context: usize,
-        device: usize,
-        id: u64,
-    ) -> Outcome<u64> {
-        if len > LARGEST {
-            return Err(code::OUT_OF_MEMORY);
-        }
-        let layout = Layout::from_size_align(len.max(1), 256).map_err(|_| code::OUT_OF_MEMORY)?;
-        // SAFETY: the layout is not empty.
-        let memory = unsafe { std::alloc::alloc_zeroed(layout) };
-        if memory.is_null() {
-            return Err(code::OUT_OF_MEMORY);
-        }
-        // SAFETY: inside the allocation, which nobody else knows yet.
-        unsafe { memory.write_bytes(GARBAGE, len.min(GARBAGE_BYTES)) };
-        let base = self.next;
+    /// Gives memory an address.
+    pub(super) fn insert(&mut self, backing: Backing, owner: Owner) -> u64 {
+        let (base, len) = (self.next, backing.len);
         self.next += (len as u64).next_multiple_of(GRAIN) + GRAIN;
         let memory = DeviceMemory {
             base,
             len,
-            context,
-            device,
-            id,
+            context: owner.context,
+            device: owner.device,
+            id: owner.id,
             freed: AtomicBool::new(false),
-            memory: memory as usize,
-            layout,
+            backing,
         };
         self.live.insert(base, Arc::new(memory));
         counters::add(&TALLY.live_device_allocations, 1);
-        Ok(base)
+        base
     }
 
     /// Takes the allocation at `base` out of the table.

@@ -1,13 +1,14 @@
 //! Page-locked host memory: what is, what was, and what a range is now.
 //!
 //! Tracking is byte-exact. Live ranges never overlap, so one look-up answers
-//! for any range: only the last live range that starts before its end can
-//! touch it, or some range before that does, and then the answer is the same.
+//! for any range: if any live range touches it, then the last one that starts
+//! before its end does, and if any contains it, then that one does.
 //!
 //! Memory that was allocated here and freed is not given back at once. It is
 //! filled with [`POISON`] and put in quarantine, so that a transfer that comes
 //! too late finds it, and can be counted.
 
+use super::device::FIRST;
 use super::{Outcome, TALLY};
 use crate::{code, counters};
 use std::alloc::Layout;
@@ -40,7 +41,8 @@ pub(super) struct HostRange {
     pub(super) id: u64,
     /// Cleared when the range is freed or unregistered, under the lock.
     live: AtomicBool,
-    backing: Option<Layout>,
+    /// Memory of the driver's own; none if it is the program's.
+    backing: Option<Backing>,
 }
 
 impl HostRange {
@@ -53,13 +55,38 @@ impl HostRange {
     }
 }
 
-impl Drop for HostRange {
-    fn drop(&mut self) {
-        if let Some(layout) = self.backing {
-            // SAFETY: allocated with this layout in `allocate`; freed by its
-            // owner since, and no operation refers to it any more.
-            unsafe { std::alloc::dealloc(self.base as *mut u8, layout) }
+/// Page-aligned memory that is no allocation yet. Clearing it takes time, so
+/// it is made without the lock.
+pub(super) struct Backing {
+    address: usize,
+    len: usize,
+    layout: Layout,
+}
+
+impl Backing {
+    pub(super) fn new(len: usize) -> Outcome<Self> {
+        if len > LARGEST {
+            return Err(code::OUT_OF_MEMORY);
         }
+        let layout = Layout::from_size_align(len.max(1), PAGE).map_err(|_| code::OUT_OF_MEMORY)?;
+        // SAFETY: the layout is not empty.
+        let memory = unsafe { std::alloc::alloc_zeroed(layout) };
+        if memory.is_null() {
+            return Err(code::OUT_OF_MEMORY);
+        }
+        Ok(Self {
+            address: memory as usize,
+            len,
+            layout,
+        })
+    }
+}
+
+impl Drop for Backing {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout; freed by the program since, and
+        // no operation refers to it any more.
+        unsafe { std::alloc::dealloc(self.address as *mut u8, self.layout) }
     }
 }
 
@@ -79,19 +106,12 @@ pub(super) struct HostTable {
 }
 
 impl HostTable {
-    pub(super) fn allocate(&mut self, len: usize, flags: u32, owner: Owner) -> Outcome<usize> {
-        if len > LARGEST {
-            return Err(code::OUT_OF_MEMORY);
-        }
-        let layout = Layout::from_size_align(len.max(1), PAGE).map_err(|_| code::OUT_OF_MEMORY)?;
-        // SAFETY: the layout is not empty.
-        let base = unsafe { std::alloc::alloc_zeroed(layout) } as usize;
-        if base == 0 {
-            return Err(code::OUT_OF_MEMORY);
-        }
-        self.insert(base, len, Origin::Allocated, flags, owner, Some(layout));
+    /// Makes memory an allocation, and returns where it is.
+    pub(super) fn allocate(&mut self, backing: Backing, flags: u32, owner: Owner) -> usize {
+        let (base, len) = (backing.address, backing.len);
+        self.insert(base, len, Origin::Allocated, flags, owner, Some(backing));
         counters::add(&TALLY.live_host_allocations, 1);
-        Ok(base)
+        base
     }
 
     pub(super) fn register(
@@ -117,7 +137,7 @@ impl HostTable {
         origin: Origin,
         flags: u32,
         owner: Owner,
-        backing: Option<Layout>,
+        backing: Option<Backing>,
     ) {
         let range = HostRange {
             base,
@@ -206,6 +226,10 @@ impl HostTable {
             return Err(code::INVALID_VALUE);
         }
         let end = base.checked_add(len).ok_or(code::INVALID_VALUE)?;
+        if end as u64 > FIRST {
+            // A device address, or none at all.
+            return Err(code::INVALID_VALUE);
+        }
         match self.overlapping(base, end) {
             None => Ok(None),
             Some(range) if range.base <= base && end <= range.end() => Ok(Some(range.clone())),

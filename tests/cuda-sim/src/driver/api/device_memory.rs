@@ -3,7 +3,7 @@
 use crate::code;
 use crate::driver::Outcome;
 use crate::driver::call::{Out, driver_api, enter};
-use crate::driver::device::TOTAL_BYTES;
+use crate::driver::device::{Backing, TOTAL_BYTES};
 use crate::driver::operation::{Action, Pattern};
 use crate::driver::schedule::wait;
 use std::sync::atomic::Ordering;
@@ -14,10 +14,11 @@ driver_api! {
             return Err(code::INVALID_VALUE);
         }
         pointer.check()?;
+        let backing = Backing::new(bytes);
         let mut state = enter()?;
         let owner = state.new_owner()?;
         state.potentially_unsafe()?;
-        pointer.set(state.device.allocate(bytes, owner.context, owner.device, owner.id)?)
+        pointer.set(state.device.insert(backing?, owner))
     }
 
     /// Waits for nothing: the documents do not say that it does.
@@ -35,14 +36,14 @@ driver_api! {
     /// The memory can be used in calls at once; zero bytes are null.
     fn cuMemAllocAsync(pointer: Out<u64>, bytes: usize, stream: usize) {
         pointer.check()?;
+        let backing = Backing::new(bytes);
         let mut state = enter()?;
-        state.current()?;
         state.stream(stream)?;
+        let owner = state.new_owner()?;
         if bytes == 0 {
             return pointer.set(0);
         }
-        let owner = state.new_owner()?;
-        pointer.set(state.device.allocate(bytes, owner.context, owner.device, owner.id)?)
+        pointer.set(state.device.insert(backing?, owner))
     }
 
     /// No call may use the memory from now on; what the stream has before

@@ -3,7 +3,7 @@
 use crate::code;
 use crate::driver::Outcome;
 use crate::driver::call::{Out, driver_api, enter};
-use crate::driver::host::{self, Origin};
+use crate::driver::host::{self, Backing, Origin};
 use crate::driver::maps::{self, Mapping};
 use crate::driver::schedule::{Point, wait};
 use crate::driver::settings::READ_ONLY_HOST_REGISTER_SUPPORTED;
@@ -90,10 +90,11 @@ fn allocate(pointer: Out<usize>, bytes: usize, flags: u32) -> Outcome {
         return Err(code::INVALID_VALUE);
     }
     pointer.check()?;
+    let backing = Backing::new(bytes);
     let mut state = enter()?;
     let owner = state.new_owner()?;
     state.potentially_unsafe()?;
-    pointer.set(state.host.allocate(bytes, flags, owner)?)
+    pointer.set(state.host.allocate(backing?, flags, owner))
 }
 
 /// Waits for all work there is, if freeing was set to wait.
