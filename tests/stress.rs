@@ -71,9 +71,12 @@ impl Asker {
 
     fn segments<'a>(&mut self, bytes: &'a [u8]) -> Vec<Segment<'a>> {
         match self.kind {
-            Kind::Reader => self.reader.segments(bytes).collect(),
-            Kind::Free | Kind::Registry => global().segments(bytes).collect(),
+            Kind::Reader => self.reader.segments(bytes),
+            Kind::Free | Kind::Registry => global().segments(bytes),
         }
+        // No more than can be right, lest a fault makes this endless.
+        .take(bytes.len())
+        .collect()
     }
 
     /// The registrations that lie in `bytes`.
