@@ -15,6 +15,8 @@ fn copies(c: &mut Criterion) {
         .expect("cargo builds the simulated driver beside the bench")
         .session();
     session.set_timing(Timing::Immediate);
+    // Comparing sources would cost a copy of each page-locked one.
+    session.set_torn_detection(false);
     let context = cuda::context(0).expect("the simulated driver has a device");
     let stream = context.new_stream().expect("a stream");
     let copier = Copier::new(&stream).expect("a copier");

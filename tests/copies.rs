@@ -293,6 +293,19 @@ fn a_slice_over_two_regions_and_pageable_memory_is_split_and_guarded() {
     rig.assert_sound();
 }
 
+#[test]
+fn each_attribute_of_reading_pageable_memory_is_heeded_by_itself() {
+    for attribute in [88, 100, 18] {
+        let rig = Rig::with(|sim| {
+            sim.set_attribute(attribute, 1);
+            sim.set_pageable(cuda_sim::Pageable::ReadLate);
+        });
+        rewrite_pageable_memory(&rig, Copy::Guarded);
+        rig.assert_sound();
+        assert_eq!(rig.copier.stats().guarded, 1, "attribute {attribute}");
+    }
+}
+
 /// Each thread has a stream, and rewrites its source after each copy.
 fn many_streams(rig: &Rig, copy: Copy) {
     const STREAMS: usize = 8;
@@ -362,6 +375,27 @@ fn the_default_streams_are_guarded_too() {
         });
     }
     rig.assert_sound();
+}
+
+#[test]
+fn a_thread_whose_current_context_is_another_one_copies_all_the_same() {
+    let rig = Rig::new();
+    let other = pinned_hosts::cuda::context(1).unwrap();
+    let mut on_device = rig.zeros::<u8>(LEN);
+    other.bind_to_thread().unwrap();
+    let copier = Copier::new(&rig.stream).unwrap();
+    other.bind_to_thread().unwrap();
+    let source = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+    other.bind_to_thread().unwrap();
+    copier.copy_h2d_async(&source, &mut on_device).unwrap();
+    other.bind_to_thread().unwrap();
+    copier
+        .copy_h2d_from(&source, 0..LEN, &mut on_device)
+        .unwrap();
+    other.bind_to_thread().unwrap();
+    drop((source, copier));
+    rig.assert_sound();
+    assert_eq!(rig.read_back(&on_device), [1; LEN]);
 }
 
 #[test]

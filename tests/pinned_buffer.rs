@@ -154,6 +154,59 @@ fn events_are_used_again_once_their_copies_are_done() {
 }
 
 #[test]
+fn an_event_is_not_used_again_for_another_context() {
+    let rig = Rig::new();
+    let buffer = ones(&rig);
+    let mut here = rig.zeros::<u8>(LEN);
+    rig.copier
+        .copy_h2d_from(&buffer, 0..LEN, &mut here)
+        .unwrap();
+    rig.sim.drain();
+    let other = pinned_hosts::cuda::context(1).unwrap();
+    let stream = other.new_stream().unwrap();
+    let copier = pinned_hosts::cuda::Copier::new(&stream).unwrap();
+    let mut there = stream.alloc_zeros::<u8>(LEN).unwrap();
+    copier.copy_h2d_from(&buffer, 0..LEN, &mut there).unwrap();
+}
+
+#[test]
+fn no_event_outlives_the_buffer_and_the_copier() {
+    let Rig {
+        copier,
+        stream,
+        context,
+        sim,
+    } = Rig::new();
+    let mut on_device = stream.alloc_zeros::<u8>(LEN).unwrap();
+    let events = sim.counters().live_events;
+    let second = pinned_hosts::cuda::Copier::new(&stream).unwrap();
+    let buffer = PinnedBuffer::from_slice(&context, &[1u8; LEN]).unwrap();
+    second.copy_h2d_async(&buffer, &mut on_device).unwrap();
+    second
+        .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
+        .unwrap();
+    drop((second, buffer));
+    assert_eq!(sim.counters().live_events, events);
+    drop(copier);
+}
+
+#[test]
+fn a_wait_that_failed_is_reported_once_and_the_buffer_can_be_written() {
+    let rig = Rig::new();
+    let mut buffer = ones(&rig);
+    let mut on_device = rig.zeros::<u8>(LEN);
+    rig.copier
+        .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
+        .unwrap();
+    rig.sim.fail_nth("cuEventSynchronize", 1, code::UNKNOWN);
+    let error = buffer.as_mut_slice().unwrap_err().to_string();
+    assert!(error.starts_with("cuEventSynchronize"), "{error}");
+    buffer.as_mut_slice().unwrap().fill(2);
+    assert_eq!(rig.read_back(&on_device), [1; LEN]);
+    rig.assert_sound();
+}
+
+#[test]
 fn memory_that_cannot_be_freed_is_leaked_and_stays_registered() {
     let rig = Rig::new();
     let buffer = ones(&rig);
