@@ -1,0 +1,98 @@
+//! The figures of a run, as they are written to the JSON file.
+
+use cuda_sim::Counters;
+use serde::Serialize;
+
+use crate::run::Totals;
+
+/// One run.
+#[derive(Debug, Serialize)]
+pub(crate) struct Figures {
+    /// `real` or `simulated`.
+    pub(crate) driver: &'static str,
+    /// The device's name.
+    pub(crate) device: String,
+    pub(crate) unguarded: bool,
+    pub(crate) streams: u16,
+    pub(crate) seconds: f64,
+    pub(crate) steps: u64,
+    /// All copies of the job, by the residency of their source.
+    pub(crate) copies: u64,
+    pub(crate) pageable_sources: u64,
+    pub(crate) pinned_sources: u64,
+    /// Page-locked sources that were waited for, those split included.
+    pub(crate) guarded_copies: u64,
+    pub(crate) split_copies: u64,
+    pub(crate) owned_copies: u64,
+    /// With `--unguarded`: page-locked sources that nobody looked after, and
+    /// copies of sources page-locked in part, which the driver refused.
+    pub(crate) unguarded_copies: u64,
+    pub(crate) refused_copies: u64,
+    pub(crate) torn_transfers: u64,
+    /// `driver`: counted by the simulated driver at each transfer.
+    /// `contents`: a real driver does not count; this is `contents_wrong`.
+    pub(crate) torn_transfers_from: &'static str,
+    /// Null on a real driver, where nothing can count them.
+    pub(crate) dead_reads: Option<u64>,
+    /// Copies that were read back from the device and compared with what the
+    /// source held at the call.
+    pub(crate) contents_compared: u64,
+    pub(crate) contents_wrong: u64,
+    /// Mean of a batch of lookups; the quantiles are over batches.
+    pub(crate) lookup_ns_p50: f64,
+    pub(crate) lookup_ns_p99: f64,
+    /// The call alone, for one and the same pageable source.
+    pub(crate) copy_call_ns_p50: u64,
+    pub(crate) unchecked_copy_call_ns_p50: u64,
+    pub(crate) guarded_copy_ns_mean: u64,
+    /// Buffers pinned and unpinned while the streams copied, by the pinning
+    /// thread and as temporaries of the steps.
+    pub(crate) pins: u64,
+    pub(crate) most_regions: usize,
+}
+
+impl Figures {
+    pub(crate) fn new(
+        driver: &'static str,
+        device: String,
+        unguarded: bool,
+        streams: u16,
+        totals: &Totals,
+        counted: Option<Counters>,
+    ) -> Self {
+        let (counts, checks, times) = (&totals.counts, &totals.checks, &totals.times);
+        Self {
+            driver,
+            device,
+            unguarded,
+            streams,
+            seconds: totals.elapsed.as_secs_f64(),
+            steps: totals.steps,
+            copies: counts.copies(),
+            pageable_sources: counts.pageable,
+            pinned_sources: counts.pinned_sources(),
+            guarded_copies: counts.guarded,
+            split_copies: counts.split,
+            owned_copies: counts.owned,
+            unguarded_copies: counts.unguarded,
+            refused_copies: counts.refused,
+            torn_transfers: counted.map_or(checks.wrong, |counted| counted.torn_transfers),
+            torn_transfers_from: counted.map_or("contents", |_| "driver"),
+            dead_reads: counted.map(|counted| counted.dead_reads),
+            contents_compared: checks.compared,
+            contents_wrong: checks.wrong,
+            lookup_ns_p50: times.lookup_ns(0.5),
+            lookup_ns_p99: times.lookup_ns(0.99),
+            copy_call_ns_p50: times.checked_call.value_at_quantile(0.5),
+            unchecked_copy_call_ns_p50: times.unchecked_call.value_at_quantile(0.5),
+            guarded_copy_ns_mean: counts.guarded_ns.checked_div(counts.guarded).unwrap_or(0),
+            pins: totals.pins,
+            most_regions: times.most_regions,
+        }
+    }
+
+    /// Whether the device read nothing that had changed or was gone.
+    pub(crate) fn is_sound(&self) -> bool {
+        self.torn_transfers == 0 && self.dead_reads.unwrap_or(0) == 0 && self.contents_wrong == 0
+    }
+}

@@ -1,0 +1,250 @@
+//! A decode step, and the copies it makes.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, CudaStream};
+
+use crate::arena::HalfPinned;
+use crate::mirror::{Checks, Mirror};
+use crate::path::{CopyPath, Counts, Pinned as _};
+
+/// Sequences that are decoded together.
+const BATCH: usize = 32;
+/// Blocks of the key-value cache that a sequence has.
+const BLOCKS: usize = 32;
+/// Words of the metadata blob that one step needs.
+const METADATA: usize = 256;
+/// Sampling parameters: four words for each sequence.
+const SAMPLING: usize = BATCH * 4;
+/// A bias for the logits of one request.
+const BIAS: usize = 2048;
+/// Cached prompt that lies across the end of page-locked memory.
+const PROMPT: usize = 1024;
+/// A spilled part of the key-value cache: 384 KiB.
+const SPILL: usize = 96 << 10;
+
+/// After so many steps each kind of copy was made at least once.
+pub(crate) const ROUND: u64 = 50;
+
+/// Where on the device each of these goes, in words.
+mod slot {
+    use super::{BATCH, BIAS, BLOCKS, METADATA, PROMPT, SAMPLING, SPILL};
+
+    pub(super) const TOKENS: usize = 0;
+    pub(super) const POSITIONS: usize = TOKENS + BATCH;
+    pub(super) const LENGTHS: usize = POSITIONS + BATCH;
+    pub(super) const BLOCK_TABLE: usize = LENGTHS + BATCH;
+    pub(super) const METADATA_PART: usize = BLOCK_TABLE + BATCH * BLOCKS;
+    pub(super) const SAMPLING_PARAMETERS: usize = METADATA_PART + METADATA;
+    pub(super) const LOGIT_BIAS: usize = SAMPLING_PARAMETERS + SAMPLING;
+    pub(super) const PROMPT_PART: usize = LOGIT_BIAS + BIAS;
+    /// Last, because it is large and seldom read back.
+    pub(super) const SPILLED: usize = PROMPT_PART + PROMPT;
+    pub(super) const END: usize = SPILLED + SPILL;
+}
+
+/// What all streams share for the whole run.
+pub(crate) struct Shared<P: CopyPath> {
+    pub(crate) context: Arc<CudaContext>,
+    /// A page-locked blob, written once.
+    metadata: P::Pinned,
+    /// Prompts, in memory of which another library pinned a half.
+    prompts: HalfPinned,
+}
+
+impl<P: CopyPath> Shared<P> {
+    pub(crate) fn new(context: &Arc<CudaContext>) -> anyhow::Result<Self> {
+        let mut numbers = Numbers::new(0);
+        let mut metadata = P::Pinned::zeroed(context, 64 << 10)?;
+        numbers.fill(metadata.words_mut()?);
+        let mut prompts = vec![0; 4 * PROMPT];
+        numbers.fill(&mut prompts);
+        Ok(Self {
+            context: Arc::clone(context),
+            metadata,
+            prompts: HalfPinned::new(context, prompts.into())?,
+        })
+    }
+}
+
+/// What one stream's thread works with.
+pub(crate) struct Server<'s, P: CopyPath> {
+    shared: &'s Shared<P>,
+    path: P,
+    mirror: Mirror,
+    numbers: Numbers,
+    steps: u64,
+    /// Temporaries that were page-locked.
+    pins: u64,
+    /// Two, so that one can be written while the other may still be read.
+    sampling: [P::Pinned; 2],
+    spill: P::Pinned,
+}
+
+impl<'s, P: CopyPath> Server<'s, P> {
+    pub(crate) fn new(
+        shared: &'s Shared<P>,
+        stream: &Arc<CudaStream>,
+        number: u16,
+    ) -> anyhow::Result<Self> {
+        let context = &shared.context;
+        Ok(Self {
+            shared,
+            path: P::new(stream)?,
+            mirror: Mirror::new(stream, slot::END)?,
+            numbers: Numbers::new(u64::from(number) << 32),
+            steps: 0,
+            pins: 0,
+            sampling: [
+                P::Pinned::zeroed(context, SAMPLING)?,
+                P::Pinned::zeroed(context, SAMPLING)?,
+            ],
+            spill: P::Pinned::zeroed(context, SPILL)?,
+        })
+    }
+
+    /// Makes one decode step.
+    pub(crate) fn step(&mut self) -> anyhow::Result<()> {
+        self.copy_from_the_stack()?;
+        self.copy_from_short_lived_vecs()?;
+        self.copy_a_slice_of_the_metadata()?;
+        self.copy_sampling_parameters()?;
+        if self.steps % 4 == 1 {
+            self.copy_a_page_locked_temporary()?;
+        }
+        if self.steps % 10 == 2 {
+            self.copy_across_the_end_of_pinned_memory()?;
+        }
+        if self.steps % ROUND == 3 {
+            self.spill()?;
+        }
+        // A server waits for the sampled tokens here.
+        self.mirror.check()?;
+        self.steps += 1;
+        Ok(())
+    }
+
+    fn copy_from_the_stack(&mut self) -> anyhow::Result<()> {
+        let tokens = self.numbers.array::<BATCH>();
+        self.mirror.copy(&mut self.path, &tokens, slot::TOKENS)?;
+        let positions = self.numbers.array::<BATCH>();
+        self.mirror
+            .copy(&mut self.path, &positions, slot::POSITIONS)
+    }
+
+    fn copy_from_short_lived_vecs(&mut self) -> anyhow::Result<()> {
+        let lengths = self.numbers.vec(BATCH);
+        self.mirror.copy(&mut self.path, &lengths, slot::LENGTHS)?;
+        drop(lengths);
+        let block_table = self.numbers.vec(BATCH * BLOCKS);
+        self.mirror
+            .copy(&mut self.path, &block_table, slot::BLOCK_TABLE)
+    }
+
+    fn copy_a_slice_of_the_metadata(&mut self) -> anyhow::Result<()> {
+        let words = self.shared.metadata.words()?;
+        let start = self.numbers.below(words.len() - METADATA);
+        self.mirror.copy(
+            &mut self.path,
+            &words[start..start + METADATA],
+            slot::METADATA_PART,
+        )
+    }
+
+    /// What to do when a copy should not wait: hand over a buffer that keeps
+    /// itself as it is for as long as needed.
+    fn copy_sampling_parameters(&mut self) -> anyhow::Result<()> {
+        self.sampling.swap(0, 1);
+        self.numbers.fill(self.sampling[0].words_mut()?);
+        self.mirror
+            .copy_from(&mut self.path, &self.sampling[0], slot::SAMPLING_PARAMETERS)
+    }
+
+    /// A buffer that was page-locked to make its copy fast, and that is freed
+    /// right after the call like any other.
+    fn copy_a_page_locked_temporary(&mut self) -> anyhow::Result<()> {
+        let mut bias = P::Pinned::zeroed(&self.shared.context, BIAS)?;
+        self.pins += 1;
+        self.numbers.fill(bias.words_mut()?);
+        if self.steps % 8 == 1 {
+            self.mirror
+                .copy(&mut self.path, bias.words()?, slot::LOGIT_BIAS)
+        } else {
+            self.mirror
+                .copy_from(&mut self.path, &bias, slot::LOGIT_BIAS)
+        }
+    }
+
+    fn copy_across_the_end_of_pinned_memory(&mut self) -> anyhow::Result<()> {
+        let words = self.shared.prompts.words();
+        let start = words.len() / 2 - PROMPT / 2;
+        self.mirror.copy(
+            &mut self.path,
+            &words[start..start + PROMPT],
+            slot::PROMPT_PART,
+        )
+    }
+
+    /// A large page-locked buffer, used again for the next sequence as soon as
+    /// the copy call has returned.
+    fn spill(&mut self) -> anyhow::Result<()> {
+        self.numbers.fill(self.spill.words_mut()?);
+        self.mirror
+            .copy(&mut self.path, self.spill.words()?, slot::SPILLED)?;
+        self.numbers.fill(self.spill.words_mut()?);
+        Ok(())
+    }
+
+    pub(crate) fn counts(&self) -> Counts {
+        self.path.counts()
+    }
+
+    pub(crate) fn checks(&self) -> Checks {
+        self.mirror.checks()
+    }
+
+    pub(crate) fn pins(&self) -> u64 {
+        self.pins
+    }
+
+    pub(crate) fn steps(&self) -> u64 {
+        self.steps
+    }
+}
+
+/// Numbers that differ each time (SplitMix64), to fill sources with.
+pub(crate) struct Numbers(u64);
+
+impl Numbers {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        usize::try_from(self.next() % end.max(1) as u64).unwrap_or(0)
+    }
+
+    pub(crate) fn fill(&mut self, words: &mut [u32]) {
+        words.fill_with(|| self.next() as u32);
+    }
+
+    fn array<const N: usize>(&mut self) -> [u32; N] {
+        let mut words = [0; N];
+        self.fill(&mut words);
+        words
+    }
+
+    fn vec(&mut self, len: usize) -> Vec<u32> {
+        let mut words = vec![0; len];
+        self.fill(&mut words);
+        words
+    }
+}

@@ -1,0 +1,176 @@
+//! The figures of a run, as a person reads them. Fits 80 columns.
+
+use comfy_table::{CellAlignment, Table, presets};
+use indicatif::HumanCount;
+
+use crate::figures::Figures;
+use crate::measure::{LOOKUPS, SOURCE_BYTES};
+
+pub(crate) fn table(figures: &Figures) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL_CONDENSED);
+    let groups = [
+        run(figures),
+        copies(figures),
+        faults(figures),
+        times(figures),
+    ];
+    for (number, group) in groups.into_iter().enumerate() {
+        if number > 0 {
+            table.add_row([""; 3]);
+        }
+        for (what, figure, note) in group {
+            table.add_row([what.to_owned(), figure, note]);
+        }
+    }
+    if let Some(column) = table.column_mut(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+type Row = (&'static str, String, String);
+
+fn run(figures: &Figures) -> Vec<Row> {
+    vec![
+        ("driver", figures.driver.to_owned(), figures.device.clone()),
+        (
+            "streams",
+            figures.streams.to_string(),
+            format!(
+                "{} decode steps in {:.1} s",
+                HumanCount(figures.steps),
+                figures.seconds
+            ),
+        ),
+        (
+            "pins",
+            count(figures.pins),
+            format!("meanwhile; up to {} regions at once", figures.most_regions),
+        ),
+    ]
+}
+
+fn copies(figures: &Figures) -> Vec<Row> {
+    let mut rows = vec![
+        (
+            "copies",
+            count(figures.copies),
+            format!(
+                "{} a second",
+                HumanCount((figures.copies as f64 / figures.seconds) as u64)
+            ),
+        ),
+        (
+            "  pageable",
+            count(figures.pageable_sources),
+            "staged by the driver, no wait".to_owned(),
+        ),
+    ];
+    if figures.unguarded {
+        rows.push((
+            "  page-locked",
+            count(figures.pinned_sources),
+            "read late, and nothing waits".to_owned(),
+        ));
+        rows.push((
+            "refused copies",
+            count(figures.refused_copies),
+            "page-locked in part, driver's error".to_owned(),
+        ));
+    } else {
+        rows.push((
+            "  page-locked, owned",
+            count(figures.owned_copies),
+            "no wait, the buffer keeps itself".to_owned(),
+        ));
+        rows.push((
+            "  page-locked, guarded",
+            count(figures.guarded_copies),
+            format!(
+                "{} each, with the wait",
+                time(figures.guarded_copy_ns_mean as f64)
+            ),
+        ));
+        rows.push((
+            "    of these split",
+            count(figures.split_copies),
+            "page-locked in part".to_owned(),
+        ));
+    }
+    rows
+}
+
+fn faults(figures: &Figures) -> Vec<Row> {
+    let (torn_note, dead, dead_note) = match figures.dead_reads {
+        Some(dead) => (
+            "changed before the device read it",
+            count(dead),
+            "freed before the device read it",
+        ),
+        None => (
+            "as the contents show",
+            "-".to_owned(),
+            "not to be seen on a real driver",
+        ),
+    };
+    vec![
+        (
+            "torn transfers",
+            count(figures.torn_transfers),
+            torn_note.to_owned(),
+        ),
+        ("dead reads", dead, dead_note.to_owned()),
+        (
+            "wrong contents",
+            count(figures.contents_wrong),
+            format!(
+                "of {} copies read back",
+                HumanCount(figures.contents_compared)
+            ),
+        ),
+    ]
+}
+
+fn times(figures: &Figures) -> Vec<Row> {
+    let (checked, unchecked) = (
+        figures.copy_call_ns_p50 as f64,
+        figures.unchecked_copy_call_ns_p50 as f64,
+    );
+    vec![
+        (
+            "lookup, median",
+            time(figures.lookup_ns_p50),
+            format!("of batches of {LOOKUPS}, under this load"),
+        ),
+        (
+            "lookup, p99",
+            time(figures.lookup_ns_p99),
+            "likewise".to_owned(),
+        ),
+        (
+            "copy call, checked",
+            time(checked),
+            format!("median, {SOURCE_BYTES} bytes, pageable"),
+        ),
+        (
+            "copy call, unchecked",
+            time(unchecked),
+            format!("likewise; checked / unchecked: {:.2}", checked / unchecked),
+        ),
+    ]
+}
+
+fn count(number: u64) -> String {
+    HumanCount(number).to_string()
+}
+
+fn time(nanoseconds: f64) -> String {
+    if nanoseconds < 1_000.0 {
+        format!("{nanoseconds:.1} ns")
+    } else if nanoseconds < 1_000_000.0 {
+        format!("{:.1} µs", nanoseconds / 1_000.0)
+    } else {
+        format!("{:.1} ms", nanoseconds / 1_000_000.0)
+    }
+}
