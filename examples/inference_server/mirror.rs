@@ -17,7 +17,8 @@ pub(crate) struct Mirror {
     stream: Arc<CudaStream>,
     on_device: CudaSlice<u32>,
     expected: Vec<u32>,
-    read_back: Vec<u32>,
+    /// Never freed: if waiting for the device fails, it may still write here.
+    read_back: &'static mut [u32],
     /// Where copies went since the last check.
     fresh: Vec<Range<usize>>,
     checks: Checks,
@@ -47,7 +48,7 @@ impl Mirror {
                 .alloc_zeros(words)
                 .context("allocating device memory")?,
             expected: vec![0; words],
-            read_back: vec![0; words],
+            read_back: vec![0; words].leak(),
             fresh: Vec::new(),
             checks: Checks::default(),
         })
