@@ -4,10 +4,12 @@
 
 mod common;
 
+use std::thread;
+
 use common::Rig;
 use cuda_sim::code;
 use cudarc::driver::DeviceRepr;
-use pinned_hosts::cuda::{CudaError, PinnedBuffer};
+use pinned_hosts::cuda::{Copier, CudaError, PinnedBuffer};
 use pinned_hosts::{Residency, global, residency};
 
 const LEN: usize = 4096;
@@ -103,7 +105,7 @@ fn writing_to_it_waits_for_the_copies_from_it() {
 fn dropping_it_waits_for_the_copies_from_it_on_every_stream() {
     let rig = Rig::new();
     let other_stream = rig.context.new_stream().unwrap();
-    let other = pinned_hosts::cuda::Copier::new(&other_stream).unwrap();
+    let other = Copier::new(&other_stream).unwrap();
     let buffer = ones(&rig);
     let mut here = rig.zeros::<u8>(LEN);
     let mut there = rig.zeros::<u8>(LEN);
@@ -124,7 +126,7 @@ fn it_serves_other_devices_and_outlives_their_streams() {
     let buffer = ones(&rig);
     let other = pinned_hosts::cuda::context(1).unwrap();
     let stream = other.new_stream().unwrap();
-    let copier = pinned_hosts::cuda::Copier::new(&stream).unwrap();
+    let copier = Copier::new(&stream).unwrap();
     let mut on_device = stream.alloc_zeros::<u8>(LEN).unwrap();
     copier
         .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
@@ -135,22 +137,65 @@ fn it_serves_other_devices_and_outlives_their_streams() {
 }
 
 #[test]
-fn events_are_used_again_once_their_copies_are_done() {
+fn one_event_serves_all_copies_on_a_stream() {
     let rig = Rig::new();
     let buffer = ones(&rig);
     let mut on_device = rig.zeros::<u8>(LEN);
-    rig.copier
-        .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
-        .unwrap();
-    rig.sim.drain();
     let events = rig.sim.calls("cuEventCreate");
     for _ in 0..20 {
         rig.copier
             .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
             .unwrap();
-        rig.sim.drain();
     }
-    assert_eq!(rig.sim.calls("cuEventCreate"), events);
+    assert_eq!(rig.sim.calls("cuEventCreate"), events + 1);
+    drop(buffer);
+    rig.assert_sound();
+}
+
+#[test]
+fn on_the_per_thread_stream_each_threads_copies_are_waited_for() {
+    let rig = Rig::new();
+    let buffer = ones(&rig);
+    let copier = Copier::new(&rig.context.per_thread_stream()).unwrap();
+    for _ in 0..3 {
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut on_device = rig.zeros::<u8>(LEN);
+                copier
+                    .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
+                    .unwrap();
+            });
+        });
+    }
+    drop(buffer);
+    rig.assert_sound();
+}
+
+#[test]
+fn a_stream_that_was_dropped_is_kept_until_its_copies_are_done_and_no_longer() {
+    let rig = Rig::new();
+    let buffer = ones(&rig);
+    let mut on_device = rig.zeros::<u8>(LEN);
+    let streams = rig.sim.counters().live_streams;
+    for copies in 1..=3 {
+        let stream = rig.context.new_stream().unwrap();
+        let copier = Copier::new(&stream).unwrap();
+        copier
+            .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
+            .unwrap();
+        drop((copier, stream));
+        assert_eq!(rig.sim.counters().live_streams, streams + copies);
+    }
+    rig.sim.drain();
+    // The next new stream takes the place of those that are done.
+    let stream = rig.context.new_stream().unwrap();
+    let copier = Copier::new(&stream).unwrap();
+    copier
+        .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
+        .unwrap();
+    assert_eq!(rig.sim.counters().live_streams, streams + 1);
+    drop(buffer);
+    rig.assert_sound();
 }
 
 #[test]
@@ -164,7 +209,7 @@ fn an_event_is_not_used_again_for_another_context() {
     rig.sim.drain();
     let other = pinned_hosts::cuda::context(1).unwrap();
     let stream = other.new_stream().unwrap();
-    let copier = pinned_hosts::cuda::Copier::new(&stream).unwrap();
+    let copier = Copier::new(&stream).unwrap();
     let mut there = stream.alloc_zeros::<u8>(LEN).unwrap();
     copier.copy_h2d_from(&buffer, 0..LEN, &mut there).unwrap();
 }
@@ -179,7 +224,7 @@ fn no_event_outlives_the_buffer_and_the_copier() {
     } = Rig::new();
     let mut on_device = stream.alloc_zeros::<u8>(LEN).unwrap();
     let events = sim.counters().live_events;
-    let second = pinned_hosts::cuda::Copier::new(&stream).unwrap();
+    let second = Copier::new(&stream).unwrap();
     let buffer = PinnedBuffer::from_slice(&context, &[1u8; LEN]).unwrap();
     second.copy_h2d_async(&buffer, &mut on_device).unwrap();
     second

@@ -210,11 +210,6 @@ impl Event {
         &self.context
     }
 
-    /// An event can be recorded on streams of its own context only.
-    pub(super) fn is_of(&self, context: &CudaContext) -> bool {
-        *self.context == *context
-    }
-
     /// Marks the work enqueued on `stream` so far. A later record replaces
     /// the mark.
     pub(super) fn record(&self, stream: &CudaStream) -> Result<(), CudaError> {

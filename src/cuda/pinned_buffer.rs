@@ -6,6 +6,7 @@ use std::process;
 use std::ptr::NonNull;
 use std::slice;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, ThreadId};
 
 use cudarc::driver::{CudaContext, CudaStream, DeviceRepr, ValidAsZeroBits};
 
@@ -13,6 +14,9 @@ use super::CudaError;
 use super::driver::{self, Event};
 use super::wait::{Waited, wait_for_event, wait_for_stream};
 use crate::{Region, RegionId, global};
+
+/// `CU_STREAM_PER_THREAD`.
+const PER_THREAD_STREAM: usize = 2;
 
 /// A buffer of page-locked host memory, allocated by the driver, in the
 /// process-wide registry from its making to its end.
@@ -60,10 +64,22 @@ pub struct PinnedBuffer<T> {
 /// The transfers that may still read a buffer.
 #[derive(Debug, Default)]
 struct Uses {
-    /// One event for each, recorded behind it on its stream.
-    events: Vec<Event>,
+    /// One for each stream that has copied from the buffer of late.
+    streams: Vec<StreamUse>,
     /// Set once nobody can say any more whether a transfer is done.
     lost: Option<CudaError>,
+}
+
+/// The transfers on one stream. One event is enough: recorded behind the last
+/// of them, it is behind all.
+#[derive(Debug)]
+struct StreamUse {
+    /// Held, so that no new stream can get the same handle.
+    stream: Arc<CudaStream>,
+    /// The handle of the per-thread default stream is one handle for many
+    /// streams: a thread's own.
+    thread: Option<ThreadId>,
+    event: Event,
 }
 
 // SAFETY: the buffer owns its memory as a `Box<[T]>` would.
@@ -189,20 +205,20 @@ impl<T> PinnedBuffer<T> {
     /// Notes that a copy of this buffer was just enqueued on `stream`, for
     /// [`wait`](Self::wait) and the drop to wait for. If it cannot be noted,
     /// it is waited for here and now.
-    pub(super) fn note_use(&self, stream: &CudaStream) -> Result<(), CudaError> {
+    pub(super) fn note_use(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
         let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
-        match record_use(&mut uses.events, stream) {
-            Ok(event) => {
-                uses.events.push(event);
-                Ok(())
+        let noted = uses
+            .of_stream(stream)
+            .and_then(|stream_use| stream_use.event.record(stream));
+        let Err(error) = noted else {
+            return Ok(());
+        };
+        match wait_for_stream(error, stream) {
+            Waited::Done(result) => result,
+            Waited::Unknown(error) => {
+                uses.lost = Some(error.clone());
+                Err(error)
             }
-            Err(error) => match wait_for_stream(error, stream) {
-                Waited::Done(result) => result,
-                Waited::Unknown(error) => {
-                    uses.lost = Some(error.clone());
-                    Err(error)
-                }
-            },
         }
     }
 
@@ -211,30 +227,39 @@ impl<T> PinnedBuffer<T> {
     }
 }
 
-/// Records an event on `stream`: one of `events` that is done with its last
-/// use and belongs to the same context, or else a new one.
-fn record_use(events: &mut Vec<Event>, stream: &CudaStream) -> Result<Event, CudaError> {
-    let reusable = events
-        .iter()
-        .position(|event| event.is_of(stream.context()) && event.is_done());
-    let event = match reusable {
-        Some(index) => events.swap_remove(index),
-        None => Event::new(stream.context())?,
-    };
-    event.record(stream)?;
-    Ok(event)
-}
-
 impl Uses {
+    /// The entry of `stream`; if it is new, in place of those that are over.
+    fn of_stream(&mut self, stream: &Arc<CudaStream>) -> Result<&mut StreamUse, CudaError> {
+        let per_thread = stream.cu_stream() as usize == PER_THREAD_STREAM;
+        let thread = per_thread.then(|| thread::current().id());
+        let known = self
+            .streams
+            .iter()
+            .position(|known| known.stream == *stream && known.thread == thread);
+        let index = match known {
+            Some(index) => index,
+            None => {
+                self.streams.retain(|known| !known.event.is_done());
+                self.streams.push(StreamUse {
+                    stream: Arc::clone(stream),
+                    thread,
+                    event: Event::new(stream.context())?,
+                });
+                self.streams.len() - 1
+            }
+        };
+        Ok(&mut self.streams[index])
+    }
+
     fn settle(&mut self) -> Waited {
         let mut result = Ok(());
-        while let Some(event) = self.events.last() {
-            match wait_for_event(event) {
+        while let Some(last) = self.streams.last() {
+            match wait_for_event(&last.event) {
                 Waited::Done(this) => result = result.and(this),
-                // The event stays, and can be asked again.
+                // The entry stays, and can be asked again.
                 unknown @ Waited::Unknown(_) => return unknown,
             }
-            self.events.pop();
+            self.streams.pop();
         }
         match &self.lost {
             Some(error) => Waited::Unknown(error.clone()),
