@@ -177,6 +177,8 @@ fn a_stream_that_was_dropped_is_kept_until_its_copies_are_done_and_no_longer() {
     let buffer = ones(&rig);
     let mut on_device = rig.zeros::<u8>(LEN);
     let streams = rig.sim.counters().live_streams;
+    // To ask whether a copy is done sets it going.
+    let hold = rig.sim.hold();
     for copies in 1..=3 {
         let stream = rig.context.new_stream().unwrap();
         let copier = Copier::new(&stream).unwrap();
@@ -186,6 +188,7 @@ fn a_stream_that_was_dropped_is_kept_until_its_copies_are_done_and_no_longer() {
         drop((copier, stream));
         assert_eq!(rig.sim.counters().live_streams, streams + copies);
     }
+    drop(hold);
     rig.sim.drain();
     // The next new stream takes the place of those that are done.
     let stream = rig.context.new_stream().unwrap();
