@@ -28,8 +28,8 @@ use crate::sync::{Arc, ArcSwap};
 /// the process's CUDA driver.
 ///
 /// Writers are lock-free. The questions asked of a `Registry` directly load
-/// the published snapshot, some ten nanoseconds; a [`Reader`] answers the same
-/// in about one.
+/// the published snapshot, some twenty nanoseconds; a [`Reader`] answers the
+/// same in a few.
 ///
 /// ```
 /// use pinned_hosts::{Region, Registry, Residency};

@@ -305,14 +305,12 @@ impl Copier {
         match reader::ask_global(|snapshot| snapshot.region_containing(span)) {
             Some(region) => tracing::warn!(
                 %site, %region, ?cost,
-                "a copy from page-locked memory had to wait for the device; \
-                 Copier::copy_h2d_from a PinnedBuffer does not wait (said once per call site)"
+                "a copy from page-locked memory waited for the device; \
+                 Copier::copy_h2d_from would not"
             ),
             None => tracing::warn!(
                 %site, ?residency, ?cost,
-                "a copy had to wait for the device, which may read its source late: it spans \
-                 page-locked regions, or the device reads pageable memory directly \
-                 (said once per call site)"
+                "a copy waited for the device, which may read parts of its source late"
             ),
         }
     }
