@@ -21,9 +21,10 @@ use std::time::{Duration, Instant};
 use pinned_hosts::Residency::{Mixed, Pageable, Pinned, Seam};
 use pinned_hosts::{Reader, Region, RegionEntry, Residency, Segment, global};
 
-/// Rounds that a writer works through at least, and at most.
+/// Rounds that a writer works through at least; and at most, unless a time was
+/// asked for.
 const ROUNDS: u64 = 8_000;
-const MOST_ROUNDS: u64 = 100 * ROUNDS;
+const MOST_ROUNDS: u64 = 25 * ROUNDS;
 
 fn region(bytes: &[u8]) -> Region {
     Region::of(bytes).unwrap()
@@ -128,9 +129,10 @@ impl Run {
 
     /// The rounds of one writer.
     fn rounds(&self) -> impl Iterator<Item = u64> {
-        (0..MOST_ROUNDS).take_while(|&round| {
-            let goes_on =
-                round < ROUNDS || Instant::now() < self.until || !self.have_all_seen_all();
+        (0..).take_while(|&round| {
+            let goes_on = round < ROUNDS
+                || Instant::now() < self.until
+                || (round < MOST_ROUNDS && !self.have_all_seen_all());
             goes_on && !self.is_over()
         })
     }
