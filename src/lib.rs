@@ -26,6 +26,10 @@ pub use snapshot::{RegionEntry, Regions, Residency, Segment, Segments};
 /// copy has a registry of its own. Let one side own the copies, and hand the
 /// other side functions to call.
 ///
+/// It is made at its first use, which allocates. A global allocator that asks
+/// it whether memory is pinned must therefore not do so while it allocates,
+/// unless the program has called `global` before.
+///
 /// ```
 /// use pinned_hosts::{Region, global};
 ///

@@ -97,7 +97,9 @@ impl Registry {
     }
 
     /// Takes the registration `id` away and publishes. Other registrations of
-    /// the same bytes stay.
+    /// the same bytes stay. This also takes what the free function
+    /// [`register`](crate::register) noted, by the id that
+    /// [`regions`](Self::regions) gives.
     ///
     /// To err to the safe side, unpin memory first and unregister it then.
     ///
@@ -126,7 +128,8 @@ impl Registry {
     }
 
     /// The region that contains all of `bytes`. Of several, the one that
-    /// reaches furthest; `None` for the empty slice.
+    /// reaches furthest, and of those the one that starts first; `None` for
+    /// the empty slice.
     #[must_use]
     pub fn region_containing(&self, bytes: &[u8]) -> Option<Region> {
         self.ask(|snapshot| snapshot.region_containing(Span::of(bytes)))
