@@ -1,4 +1,7 @@
 #![doc = include_str!("../README.md")]
+// On docs.rs, where the toolchain allows it: says beside each item which
+// feature it needs.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -79,8 +82,12 @@ pub fn register(ptr: *const u8, bytes: usize) {
 
 /// Takes away what [`register`] noted at exactly this `ptr`.
 ///
-/// A null or unknown `ptr` is ignored, an address inside a region too. Call it
-/// *after* the memory was unpinned.
+/// A null or unknown `ptr` is ignored, an address inside a region too. It
+/// cannot take away what the typed interface or a buffer registered.
+///
+/// Call it *after* the memory was unpinned. Whoever pins memory through driver
+/// calls of their own vouches for this order: once a region is gone, copies
+/// from it are not waited for.
 pub fn unregister(ptr: *const u8) {
     global().unregister_base(ptr);
 }
@@ -89,10 +96,21 @@ pub fn unregister(ptr: *const u8) {
 /// registry knows; false for an empty slice.
 ///
 /// If it is, the device may read `src` after an asynchronous copy call
-/// returned.
+/// returned. If it is not, the device may still read a *part* of it late: to
+/// decide whether a copy has to be waited for, ask whether [`residency`] is
+/// [`Residency::Pageable`].
 ///
-/// A few nanoseconds: a relaxed load, a compare and a search. No lock, no shared write, no driver
-/// call; no allocation after this thread's first lookup.
+/// ```
+/// let buffer = vec![0u8; 64];
+/// assert!(!pinned_hosts::is_pinned(&buffer));
+/// ```
+///
+/// For elements other than bytes, ask with the bytes that they occupy; they
+/// are not read. With `T: bytemuck::NoUninit` that is `bytemuck::cast_slice`.
+///
+/// A few nanoseconds: a relaxed load, a compare and a search. No lock, no
+/// shared write, no driver call; no allocation after this thread's first
+/// lookup.
 #[inline]
 #[must_use]
 pub fn is_pinned(src: &[u8]) -> bool {
@@ -114,7 +132,7 @@ pub fn residency(src: &[u8]) -> Residency {
 }
 
 /// How many registrations the process-wide registry holds, from whichever
-/// interface.
+/// interface, page-locked buffers of this crate included.
 #[must_use]
 pub fn live_count() -> usize {
     reader::ask_global(Snapshot::len)

@@ -28,11 +28,11 @@ use crate::region::Region;
 use crate::snapshot::{Regions, Residency, Segments, Snapshot, Span};
 use crate::sync::{Arc, ArcSwap, Cache, RefCell};
 
-/// The fast way to ask a [`Registry`](crate::Registry) that is not the process-wide one: it
+/// The fast way to ask a [`Registry`] that is not the process-wide one: it
 /// remembers the last snapshot, and looks only whether a newer one is there.
 ///
 /// Make one per thread, ahead of time, and keep it; from
-/// [`Registry::reader`](crate::Registry::reader). A lookup takes no lock, writes nothing that another
+/// [`Registry::reader`]. A lookup takes no lock, writes nothing that another
 /// thread reads, allocates nothing and is wait-free. (A lookup just after a
 /// publish takes the new snapshot, which costs some tens of nanoseconds; it
 /// may free the old one if this reader was its last holder.)
@@ -53,6 +53,9 @@ use crate::sync::{Arc, ArcSwap, Cache, RefCell};
 /// # registry.unregister(id)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// [`Registry`]: crate::Registry
+/// [`Registry::reader`]: crate::Registry::reader
 #[derive(Clone)]
 pub struct Reader<'r> {
     cache: Cache<&'r ArcSwap<Snapshot>, Arc<Snapshot>>,
@@ -71,14 +74,18 @@ impl<'r> Reader<'r> {
     }
 
     /// Whether every byte of `bytes` is page-locked. See
-    /// [`Registry::is_pinned`](crate::Registry::is_pinned).
+    /// [`Registry::is_pinned`][r].
+    ///
+    /// [r]: crate::Registry::is_pinned
     #[inline]
     #[must_use]
     pub fn is_pinned(&mut self, bytes: &[u8]) -> bool {
         self.snapshot().is_pinned(Span::of(bytes))
     }
 
-    /// What `bytes` is. See [`Registry::residency`](crate::Registry::residency).
+    /// What `bytes` is. See [`Registry::residency`][r].
+    ///
+    /// [r]: crate::Registry::residency
     #[inline]
     #[must_use]
     pub fn residency(&mut self, bytes: &[u8]) -> Residency {
@@ -86,25 +93,33 @@ impl<'r> Reader<'r> {
     }
 
     /// The region that contains all of `bytes`. See
-    /// [`Registry::region_containing`](crate::Registry::region_containing).
+    /// [`Registry::region_containing`][r].
+    ///
+    /// [r]: crate::Registry::region_containing
     #[must_use]
     pub fn region_containing(&mut self, bytes: &[u8]) -> Option<Region> {
         self.snapshot().region_containing(Span::of(bytes))
     }
 
-    /// The parts of `bytes` by residency. See [`Registry::segments`](crate::Registry::segments).
+    /// The parts of `bytes` by residency. See [`Registry::segments`][r].
+    ///
+    /// [r]: crate::Registry::segments
     #[must_use]
     pub fn segments<'a>(&mut self, bytes: &'a [u8]) -> Segments<'a> {
         Segments::new(Arc::clone(self.snapshot()), bytes)
     }
 
-    /// All registrations of one moment. See [`Registry::regions`](crate::Registry::regions).
+    /// All registrations of one moment. See [`Registry::regions`][r].
+    ///
+    /// [r]: crate::Registry::regions
     #[must_use]
     pub fn regions(&mut self) -> Regions {
         Regions::new(Arc::clone(self.snapshot()))
     }
 
-    /// How many registrations there are. See [`Registry::live_count`](crate::Registry::live_count).
+    /// How many registrations there are. See [`Registry::live_count`][r].
+    ///
+    /// [r]: crate::Registry::live_count
     #[must_use]
     pub fn live_count(&mut self) -> usize {
         self.snapshot().len()

@@ -187,8 +187,8 @@ impl RegionId {
 /// [`Registry::unregister`](crate::Registry::unregister) was given an id that
 /// the registry does not hold.
 ///
-/// Either the registration was already removed, or it belongs to another
-/// registry. The registry is unchanged.
+/// The registration was removed before, or belongs to another registry, or to
+/// a buffer of this crate that keeps it. The registry is unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnknownRegion(pub(crate) RegionId);
 
@@ -204,7 +204,8 @@ impl fmt::Display for UnknownRegion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{:?} is not registered here; it was removed before, or belongs to another registry",
+            "{:?} cannot be unregistered here: it was removed before, or belongs to another \
+             registry, or to a PinnedBuffer, which keeps it until it is dropped",
             self.0
         )
     }

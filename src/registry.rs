@@ -71,9 +71,7 @@ impl Registry {
     /// The cost grows with the number of regions: a snapshot is rebuilt.
     /// Use [`register_all`](Self::register_all) for many.
     pub fn register(&self, region: Region) -> RegionId {
-        let id = RegionId::draw();
-        self.add(&[RegionEntry::new(id, region, Owner::Id)]);
-        id
+        self.register_for(Owner::Id, region)
     }
 
     /// Adds all `regions` in one publish: a lookup sees all of them or none.
@@ -101,14 +99,18 @@ impl Registry {
     /// [`register`](crate::register) noted, by the id that
     /// [`regions`](Self::regions) gives.
     ///
-    /// To err to the safe side, unpin memory first and unregister it then.
+    /// Unpin the memory *first*. Whoever pins memory through driver calls of
+    /// their own vouches for this order: once a region is gone, copies from it
+    /// are not waited for.
     ///
     /// # Errors
     ///
-    /// [`UnknownRegion`] if `id` was removed before or is another registry's.
-    /// Nothing is changed then.
+    /// [`UnknownRegion`] if `id` was removed before, is another registry's, or
+    /// is that of a buffer of this crate (`cuda::PinnedBuffer`), which stays
+    /// registered for as long as its memory is pinned. Nothing is changed
+    /// then.
     pub fn unregister(&self, id: RegionId) -> Result<Region, UnknownRegion> {
-        self.remove(|entry| entry.id() == id)
+        self.remove(|entry| entry.id() == id && !entry.is_buffers())
             .map(|entry| entry.region())
             .ok_or(UnknownRegion(id))
     }
@@ -184,6 +186,18 @@ impl Registry {
 
     pub(crate) fn snapshot(&self) -> Arc<Snapshot> {
         self.published.load_full()
+    }
+
+    pub(crate) fn register_for(&self, owner: Owner, region: Region) -> RegionId {
+        let id = RegionId::draw();
+        self.add(&[RegionEntry::new(id, region, owner)]);
+        id
+    }
+
+    /// Removes what a buffer of this crate registered.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn unregister_buffer(&self, id: RegionId) {
+        self.remove(|entry| entry.id() == id);
     }
 
     pub(crate) fn register_base(&self, region: Region) {

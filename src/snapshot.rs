@@ -69,6 +69,10 @@ pub(crate) enum Owner {
     Id,
     /// The free functions: removed by base address.
     Base,
+    /// A buffer of this crate, which alone may remove it: were it gone while
+    /// the buffer lives, a copy from the buffer would not be waited for.
+    #[cfg(feature = "cuda")]
+    Buffer,
 }
 
 /// One registration, as [`Registry::regions`](crate::Registry::regions) lists
@@ -100,6 +104,11 @@ impl RegionEntry {
     /// Whether the free functions registered this entry at `base`.
     pub(crate) fn is_at_base(&self, base: usize) -> bool {
         self.owner == Owner::Base && self.region.start_addr() == base
+    }
+
+    /// Whether only a buffer of this crate may remove this entry.
+    pub(crate) fn is_buffers(&self) -> bool {
+        !matches!(self.owner, Owner::Id | Owner::Base)
     }
 
     fn sort_key(&self) -> (usize, RegionId) {
@@ -250,6 +259,24 @@ impl Snapshot {
         let reacher = Self::last_started(&self.reachers, self.started_by(span.start))?;
         let region = self.entries.get(reacher)?.region;
         (region.end_addr() >= span.end).then_some(region)
+    }
+
+    /// The first region that `span` lies in or reaches into.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn first_region(&self, span: Span) -> Option<Region> {
+        if span.is_empty() {
+            return None;
+        }
+        let mut part = span;
+        let (end, residency) = self.first_part(span);
+        if residency == Residency::Pageable {
+            part.start = end;
+        }
+        if part.is_empty() {
+            return None;
+        }
+        part.end = self.first_part(part).0;
+        self.region_containing(part)
     }
 
     /// Where the first part of `span`, which is not empty, ends, and what it

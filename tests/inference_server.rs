@@ -103,28 +103,122 @@ fn an_unguarded_run_shows_what_the_check_prevents() {
     assert!(count(&figures, "torn_transfers") > 0);
     assert!(count(&figures, "dead_reads") > 0);
     assert!(count(&figures, "contents_wrong") > 0);
-    assert!(out.contains("what the check prevents"), "{out}");
+    let wrong = count(&figures, "contents_wrong");
+    let headline = out.find("UNSOUND: ").expect("a headline");
+    let verdict = &out[headline..];
+    assert!(digits(verdict).starts_with(&wrong.to_string()), "{verdict}");
+    assert!(verdict.contains("what the check prevents"), "{verdict}");
+    assert!(!out.contains("checked"), "as if it had: {out}");
+}
+
+fn digits(text: &str) -> String {
+    text.chars().filter(char::is_ascii_digit).collect()
 }
 
 #[test]
-fn the_shortest_run_makes_each_kind_of_copy() {
-    let (figures, _) = figures("shortest.json", &["--seconds", "0.001", "--unguarded"]);
+fn the_shortest_run_makes_each_kind_of_copy_and_says_that_it_took_longer() {
+    let (figures, out) = figures("shortest.json", &["--seconds", "0.001", "--unguarded"]);
+    assert_eq!(figures["lengthened"], true);
+    assert!(out.contains("Ran longer than the 0.001 s"), "{out}");
     assert!(count(&figures, "torn_transfers") > 0);
     assert!(count(&figures, "dead_reads") > 0);
     assert!(count(&figures, "refused_copies") > 0);
 }
 
+/// What the shortest guarded run writes to standard error.
+fn warnings(arguments: &[&str]) -> Vec<String> {
+    let output = server()
+        .args(["--driver", "simulated", "--seconds", "0.001"])
+        .args(arguments)
+        .output()
+        .unwrap();
+    let err = text(&output.stderr);
+    let mut lines = err.lines().map(str::to_owned);
+    let title = lines.next().expect("a title");
+    assert!(title.contains("warns once of each call site"), "{title}");
+    lines.collect()
+}
+
 #[test]
-fn the_call_sites_that_wait_are_named_once_each() {
-    let output = run(&["--driver", "simulated", "--seconds", "0.2"]);
-    let warnings: Vec<String> = text(&output.stderr)
-        .lines()
-        .filter(|line| line.contains("WARN"))
-        .map(str::to_owned)
-        .collect();
+fn the_call_sites_that_wait_are_named_once_each_in_a_short_line() {
+    let warnings = warnings(&[]);
     // The metadata, the temporary, the prompt and the spill.
-    assert_eq!(warnings.len(), 4, "{warnings:?}");
-    assert!(warnings.iter().all(|line| line.contains("step.rs")));
+    assert_eq!(warnings.len(), 4, "{warnings:#?}");
+    for line in warnings {
+        assert!(line.starts_with("warn: examples/"), "{line}");
+        assert!(line.contains("step.rs:"), "{line}");
+        assert!(line.contains(" waited "), "{line}");
+        assert!(line.chars().count() <= 80, "{line}");
+    }
+}
+
+#[test]
+fn verbose_shows_the_warnings_in_full() {
+    let warnings = warnings(&["--verbose"]);
+    assert_eq!(warnings.len(), 4, "{warnings:#?}");
+    for line in warnings {
+        assert!(line.contains("WARN"), "{line}");
+        assert!(line.contains("region=0x"), "{line}");
+        assert!(line.contains("copy_h2d_from"), "{line}");
+    }
+}
+
+#[test]
+fn figures_for_standard_output_have_it_to_themselves() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = server()
+        .args(["--driver", "simulated", "--seconds", "0.001", "--json", "-"])
+        .current_dir(&folder)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    let figures: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(count(&figures, "torn_transfers"), 0);
+    assert!(text(&output.stderr).contains("Sound"));
+    assert_eq!(folder.path().read_dir().unwrap().count(), 0, "a file");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_full_disk_behind_standard_output_is_an_error() {
+    for json in [None, Some("-")] {
+        let output = server()
+            .args(["--driver", "simulated", "--seconds", "0.001"])
+            .args(json.map(|path| format!("--json={path}")))
+            .stdout(std::fs::File::create("/dev/full").unwrap())
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(1), "{json:?}");
+        let err = text(&output.stderr);
+        assert!(
+            err.contains("error: cannot write to standard output"),
+            "{err}"
+        );
+    }
+}
+
+#[test]
+fn a_reader_that_went_away_is_no_error() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = server()
+        .args(["--driver", "simulated", "--seconds", "0.001"])
+        .stdout(writer)
+        .output()
+        .unwrap();
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    assert!(!err.contains("error"), "{err}");
+}
+
+#[test]
+fn it_says_its_version_and_that_short_runs_take_longer() {
+    let version = text(&run(&["--version"]).stdout);
+    assert_eq!(
+        version.trim_end(),
+        concat!("inference_server ", env!("CARGO_PKG_VERSION"))
+    );
+    assert!(text(&run(&["--help"]).stdout).contains("at least 50 decode steps"));
 }
 
 #[test]

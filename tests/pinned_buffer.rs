@@ -25,22 +25,31 @@ fn it_is_registered_from_its_making_to_its_drop() {
     let (base, len) = (buffer.as_ptr(), buffer.len());
     assert_eq!(residency(&buffer), Residency::Pinned);
     assert_eq!(residency(&buffer[LEN - 1..]), Residency::Pinned);
-    let entry = || {
-        global()
-            .regions()
-            .find(|entry| entry.region().base() == base)
-    };
-    assert_eq!(entry().unwrap().region().len(), len);
+    let live = rig.counters().live_host_allocations;
+    assert_eq!(entry_at(base).unwrap().region().len(), len);
     drop(buffer);
-    assert_eq!(entry(), None);
-    assert_eq!(rig.counters().live_host_allocations, 0);
+    assert_eq!(entry_at(base), None);
+    assert_eq!(rig.counters().live_host_allocations, live - 1);
+}
+
+/// The registration of the memory at `base`. What other tests leaked stays
+/// registered, at other addresses.
+fn entry_at(base: *const u8) -> Option<pinned_hosts::RegionEntry> {
+    global()
+        .regions()
+        .find(|entry| entry.region().base() == base)
 }
 
 #[test]
-fn no_call_of_the_free_unregister_takes_it_away() {
+fn nobody_else_can_take_its_registration_away() {
     let rig = Rig::new();
     let buffer = ones(&rig);
     pinned_hosts::unregister(buffer.as_ptr());
+    pinned_hosts::register(buffer.as_ptr(), 1);
+    pinned_hosts::unregister(buffer.as_ptr());
+    let id = entry_at(buffer.as_ptr()).unwrap().id();
+    let refused = global().unregister(id).unwrap_err();
+    assert!(refused.to_string().contains("PinnedBuffer"), "{refused}");
     assert!(pinned_hosts::is_pinned(&buffer));
 }
 
@@ -259,16 +268,11 @@ fn memory_that_cannot_be_freed_is_leaked_and_stays_registered() {
     let rig = Rig::new();
     let buffer = ones(&rig);
     let base = buffer.as_ptr();
-    let entry = || {
-        global()
-            .regions()
-            .find(|entry| entry.region().base() == base)
-    };
     rig.sim.fail_nth("cuMemFreeHost", 1, code::UNKNOWN);
+    let live = rig.sim.counters().live_host_allocations;
     drop(buffer);
-    let left = entry().expect("it is still page-locked");
-    assert_eq!(rig.counters().live_host_allocations, 1);
-    global().unregister(left.id()).unwrap();
+    assert!(entry_at(base).is_some(), "it is still page-locked");
+    assert_eq!(rig.counters().live_host_allocations, live);
 }
 
 #[test]
@@ -291,11 +295,45 @@ fn memory_that_a_copy_may_still_read_is_leaked_and_stays_registered() {
     rig.sim.clear_faults();
     assert_eq!(rig.read_back(&on_device), [1; LEN]);
     rig.assert_sound();
-    let left = global()
-        .regions()
-        .find(|entry| entry.region().base() == base)
-        .expect("it is still page-locked");
-    global().unregister(left.id()).unwrap();
+    assert!(entry_at(base).is_some(), "it is still page-locked");
+}
+
+#[test]
+fn leaked_memory_outlives_its_context() {
+    let rig = Rig::new();
+    let other = pinned_hosts::cuda::context(1).unwrap();
+    let buffer = PinnedBuffer::from_slice(&other, &[1u8; LEN]).unwrap();
+    let mut on_device = rig.zeros::<u8>(LEN);
+    rig.copier
+        .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
+        .unwrap();
+    for call in [
+        "cuEventSynchronize",
+        "cuStreamSynchronize",
+        "cuCtxSynchronize",
+    ] {
+        rig.sim.fail_always(call, code::UNKNOWN);
+    }
+    drop((buffer, other));
+    rig.sim.clear_faults();
+    assert_eq!(rig.read_back(&on_device), [1; LEN]);
+    rig.assert_sound();
+}
+
+#[test]
+fn memory_of_a_context_that_died_is_not_given_back_on_its_word() {
+    let rig = Rig::new();
+    let buffer = ones(&rig);
+    let mut on_device = rig.zeros::<u8>(LEN);
+    rig.copier
+        .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
+        .unwrap();
+    for call in ["cuEventSynchronize", "cuCtxSynchronize"] {
+        rig.sim.fail_always(call, code::LAUNCH_FAILED);
+    }
+    drop(buffer);
+    rig.sim.clear_faults();
+    rig.assert_sound();
 }
 
 #[test]
@@ -316,14 +354,11 @@ fn a_use_that_can_neither_be_noted_nor_waited_for_keeps_the_memory_for_ever() {
     rig.sim.clear_faults();
     assert_eq!(buffer.as_mut_slice().unwrap_err(), error);
     assert_eq!(*buffer, [1; LEN], "it can still be read");
+    let live = rig.sim.counters().live_host_allocations;
     drop(buffer);
-    assert_eq!(rig.counters().live_host_allocations, 1);
+    assert_eq!(rig.counters().live_host_allocations, live);
     rig.assert_sound();
-    let left = global()
-        .regions()
-        .find(|entry| entry.region().base() == base)
-        .expect("it is still page-locked");
-    global().unregister(left.id()).unwrap();
+    assert!(entry_at(base).is_some(), "it is still page-locked");
 }
 
 #[test]
@@ -374,11 +409,12 @@ fn sizes_that_no_allocation_can_have_are_an_error() {
 fn memory_that_the_driver_cannot_pin_is_an_error_with_its_name() {
     let rig = Rig::new();
     rig.sim.fail_nth("cuMemHostAlloc", 1, code::OUT_OF_MEMORY);
+    let live = rig.sim.counters().live_host_allocations;
     let error = PinnedBuffer::<u8>::zeroed(&rig.context, LEN).unwrap_err();
     let text = error.to_string();
     assert!(text.contains("cuMemHostAlloc"), "{text}");
     assert!(text.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{text}");
-    assert_eq!(rig.counters().live_host_allocations, 0);
+    assert_eq!(rig.counters().live_host_allocations, live);
 }
 
 #[test]
@@ -393,6 +429,7 @@ fn memory_not_aligned_for_the_elements_is_given_back() {
     unsafe impl cudarc::driver::ValidAsZeroBits for Huge {}
 
     let rig = Rig::new();
+    let live = rig.sim.counters().live_host_allocations;
     // One of several is bound to lie off the alignment.
     let buffers: Vec<_> = (0..4)
         .map(|_| PinnedBuffer::<Huge>::zeroed(&rig.context, 1))
@@ -406,5 +443,5 @@ fn memory_not_aligned_for_the_elements_is_given_back() {
         }
     }
     let kept = (buffers.len() - refused) as u64;
-    assert_eq!(rig.counters().live_host_allocations, kept);
+    assert_eq!(rig.counters().live_host_allocations, live + kept);
 }

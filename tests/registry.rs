@@ -587,7 +587,7 @@ fn an_unknown_region_shows_its_id_and_why() {
     scene.registry.unregister(id).unwrap();
     let error = scene.registry.unregister(id).unwrap_err();
     let said = error.to_string();
-    assert!(said.starts_with(&format!("{id:?} is not registered here")));
+    assert!(said.starts_with(&format!("{id:?} cannot be unregistered here")));
     assert!(said.contains("removed before") && said.contains("another registry"));
 }
 

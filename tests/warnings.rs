@@ -92,7 +92,7 @@ fn copies_that_are_not_slowed_down_are_not_logged() {
 fn a_copy_of_mixed_memory_is_logged_with_its_residency() {
     let rig = Rig::new();
     let memory = vec![1u8; 100];
-    let id = pinned_hosts::global().register(Region::of(&memory[..50]).unwrap());
+    let id = pinned_hosts::global().register(Region::of(&memory[50..]).unwrap());
     let mut on_device = rig.zeros::<u8>(100);
     let lines = logged(|| {
         rig.copier.copy_h2d_async(&memory, &mut on_device).unwrap();
@@ -100,6 +100,25 @@ fn a_copy_of_mixed_memory_is_logged_with_its_residency() {
     pinned_hosts::global().unregister(id).unwrap();
     assert_eq!(lines.len(), 1, "{lines:#?}");
     assert!(lines[0].contains("Mixed"), "{}", lines[0]);
+    let region = Region::of(&memory[50..]).unwrap().to_string();
+    assert!(lines[0].contains(&region), "{}", lines[0]);
+}
+
+#[test]
+fn a_copy_that_waits_for_the_devices_sake_says_so() {
+    let rig = Rig::with(|sim| sim.set_device(cuda_sim::DeviceKind::Coherent));
+    let mut on_device = rig.zeros::<u8>(100);
+    let lines = logged(|| {
+        rig.copier
+            .copy_h2d_async(&[1u8; 100], &mut on_device)
+            .unwrap();
+    });
+    assert_eq!(lines.len(), 1, "{lines:#?}");
+    assert!(
+        lines[0].contains("reads pageable memory directly"),
+        "{}",
+        lines[0]
+    );
 }
 
 #[test]

@@ -15,8 +15,9 @@
 //! On devices that read pageable memory directly, nothing is promised to be
 //! staged, and every source counts as pinned.
 //!
-//! No step between the first enqueued part and the end of the wait runs code
-//! of the caller's, and none returns early: an error is kept until the wait is
+//! The destination's own code runs before the question, since it can change
+//! everything. No step from the question to the end of the wait runs code of
+//! the caller's, and none after the first part was enqueued returns early: an error is kept until the wait is
 //! over. That includes an error of the copy call itself, which may stem from
 //! earlier work and then says nothing about whether the copy was enqueued.
 
@@ -95,7 +96,9 @@ impl Copier {
     /// Copies all of `src` to the beginning of `dst`, in the order of the
     /// stream. When this returns, the device will not read `src` any more.
     ///
-    /// A pageable source costs what the driver's own call costs. A source of
+    /// A pageable source costs little more than the driver's own call, unless
+    /// the device can read pageable memory directly (see the README's limits):
+    /// then every source is waited for. A source of
     /// which any byte is page-locked has to be waited for, and with it all
     /// earlier work of the stream: such a call is counted
     /// ([`stats`](Self::stats)), and the first one at each call site is logged
@@ -106,8 +109,8 @@ impl Copier {
     ///
     /// [`CudaError::DestinationTooShort`], [`CudaError::StreamIsCapturing`]
     /// and [`CudaError::Stored`]: nothing was enqueued.
-    /// [`CudaError::Driver`]: the copy may or may not have happened, and
-    /// nothing of it is in flight any more.
+    /// [`CudaError::Driver`]: the copy may or may not have happened, and the
+    /// device does not read the source any more.
     ///
     /// # Aborts
     ///
@@ -121,26 +124,27 @@ impl Copier {
         D: DevicePtrMut<T>,
     {
         let site = Location::caller();
-        if !self.has_work(src, dst)? {
+        if !has_work(src, dst)? {
             return Ok(());
         }
+        self.be_ready()?;
+        let (dst_address, _written) = dst.device_ptr_mut(&self.stream);
+        self.be_ready()?;
         let span = Span::of(src);
         let residency = reader::ask_global(|snapshot| snapshot.residency(span));
-        let (dst_address, _written) = dst.device_ptr_mut(&self.stream);
 
         if residency == Residency::Pageable && !self.reads_pageable_late {
+            self.counts.pageable.add(1);
             // SAFETY: the driver stages a pageable source before it returns;
             // `has_work` saw that the destination is long enough.
-            unsafe {
+            return unsafe {
                 driver::copy_h2d(
                     dst_address,
                     src.as_ptr().cast(),
                     size_of_val(src),
                     &self.stream,
                 )
-            }?;
-            self.counts.pageable.add(1);
-            return Ok(());
+            };
         }
 
         let event = self.take_event()?;
@@ -162,9 +166,11 @@ impl Copier {
     ///
     /// # Errors
     ///
-    /// As [`copy_h2d_async`](Self::copy_h2d_async), and
-    /// [`CudaError::RangeOutOfBounds`]. After [`CudaError::Driver`] the buffer
-    /// still keeps itself alive until the device is done with it.
+    /// [`CudaError::RangeOutOfBounds`], [`CudaError::DestinationTooShort`],
+    /// [`CudaError::StreamIsCapturing`] and [`CudaError::Stored`]: nothing was
+    /// enqueued. [`CudaError::Driver`]: the copy may or may not happen, and
+    /// the buffer stays noted as in use until the device is done with it. It
+    /// never aborts: a buffer can be leaked where a borrowed source cannot.
     pub fn copy_h2d_from<T, D>(
         &self,
         src: &PinnedBuffer<T>,
@@ -182,24 +188,26 @@ impl Copier {
                 end: elements.end,
                 len: src.len(),
             })?;
-        if !self.has_work(part, dst)? {
+        if !has_work(part, dst)? {
             return Ok(());
         }
+        self.be_ready()?;
         let (dst_address, _written) = dst.device_ptr_mut(&self.stream);
-        // SAFETY: the buffer keeps its memory, and keeps it from being
-        // written, until the use that is noted next is over; `has_work` saw that
-        // the destination is long enough.
-        let enqueued = unsafe {
-            driver::copy_h2d(
-                dst_address,
-                part.as_ptr().cast(),
-                size_of_val(part),
-                &self.stream,
-            )
-        };
-        let noted = src.note_use(&self.stream);
+        self.be_ready()?;
         self.counts.owned.add(1);
-        enqueued.and(noted)
+        src.use_in(&self.stream, || {
+            // SAFETY: the buffer keeps its memory, and keeps it from being
+            // written, until this use of it is over; `has_work` saw that the
+            // destination is long enough.
+            unsafe {
+                driver::copy_h2d(
+                    dst_address,
+                    part.as_ptr().cast(),
+                    size_of_val(part),
+                    &self.stream,
+                )
+            }
+        })
     }
 
     /// What this copier has done so far.
@@ -214,27 +222,22 @@ impl Copier {
         }
     }
 
-    /// What every copy sees to before it enqueues anything; then whether there
-    /// is anything to copy.
-    fn has_work<T, D: DevicePtrMut<T>>(&self, src: &[T], dst: &D) -> Result<bool, CudaError> {
-        if dst.len() < src.len() {
-            return Err(CudaError::DestinationTooShort {
-                source: src.len(),
-                destination: dst.len(),
-            });
-        }
-        if size_of_val(src) == 0 {
-            return Ok(false);
-        }
+    /// What has to be so right before a copy is enqueued.
+    ///
+    /// Asked before and after the destination's address is: `cudarc` then
+    /// makes the stream wait for the destination's last uses, which would
+    /// spoil a capture that has begun, leaves out those waits while an error
+    /// is stored, and joins the stream to a capture that a last use is part
+    /// of. The destination's type may also be the program's own, and do
+    /// anything there.
+    fn be_ready(&self) -> Result<(), CudaError> {
         let context = self.stream.context();
-        // Before anything is enqueued, since `cudarc` leaves out the waits on
-        // the destination while an error is stored.
         driver::take_stored_error(context)?;
         driver::make_current(context)?;
         if driver::is_capturing(&self.stream)? {
             return Err(CudaError::StreamIsCapturing);
         }
-        Ok(true)
+        Ok(())
     }
 
     /// Enqueues `src` in parts that each lie in one region or in none.
@@ -263,7 +266,7 @@ impl Copier {
             // which is at least as long; else the caller's promise.
             unsafe {
                 driver::copy_h2d(
-                    dst + offset as CUdeviceptr,
+                    dst.wrapping_add(offset as CUdeviceptr),
                     base.add(offset),
                     end - start,
                     &self.stream,
@@ -302,18 +305,29 @@ impl Copier {
         if !call_site::is_first_time(site) {
             return;
         }
-        match reader::ask_global(|snapshot| snapshot.region_containing(span)) {
+        match reader::ask_global(|snapshot| snapshot.first_region(span)) {
             Some(region) => tracing::warn!(
-                %site, %region, ?cost,
+                %site, %region, ?residency, ?cost,
                 "a copy from page-locked memory waited for the device; \
                  Copier::copy_h2d_from would not"
             ),
             None => tracing::warn!(
                 %site, ?residency, ?cost,
-                "a copy waited for the device, which may read parts of its source late"
+                "a copy waited for the device, which reads pageable memory directly"
             ),
         }
     }
+}
+
+/// Whether there is anything to copy, and room for it.
+fn has_work<T, D: DevicePtrMut<T>>(src: &[T], dst: &D) -> Result<bool, CudaError> {
+    if dst.len() < src.len() {
+        return Err(CudaError::DestinationTooShort {
+            source: src.len(),
+            destination: dst.len(),
+        });
+    }
+    Ok(size_of_val(src) > 0)
 }
 
 /// Whether nothing promises that a pageable source is staged: devices that use
@@ -332,7 +346,8 @@ fn reads_pageable_late(context: &CudaContext) -> Result<bool, CudaError> {
     Ok(false)
 }
 
-/// What a [`Copier`] has done since it was made.
+/// What a [`Copier`] has done since it was made. Copies count once they got as
+/// far as the driver, whether or not they succeeded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CopyStats {

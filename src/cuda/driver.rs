@@ -6,7 +6,7 @@
 //! that some earlier operation left in the context *instead of* doing what was
 //! asked. A wait that is skipped so ends in freed memory under a transfer.
 
-use std::ffi::c_void;
+use std::ffi::{CStr, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, OnceLock};
 
@@ -15,24 +15,32 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 
 use super::CudaError;
 
-/// Every driver function that this crate calls by itself. `cudarc` panics in
-/// the call if one is missing, which must not happen between a copy and the
-/// wait for it; so all are looked for before the first copy.
-const FUNCTIONS: [(&str, &[u8]); 14] = [
-    ("cuCtxGetCurrent", b"cuCtxGetCurrent\0"),
-    ("cuCtxSetCurrent", b"cuCtxSetCurrent\0"),
-    ("cuCtxSynchronize", b"cuCtxSynchronize\0"),
-    ("cuDeviceGetAttribute", b"cuDeviceGetAttribute\0"),
-    ("cuEventCreate", b"cuEventCreate\0"),
-    ("cuEventDestroy_v2", b"cuEventDestroy_v2\0"),
-    ("cuEventQuery", b"cuEventQuery\0"),
-    ("cuEventRecord", b"cuEventRecord\0"),
-    ("cuEventSynchronize", b"cuEventSynchronize\0"),
-    ("cuMemFreeHost", b"cuMemFreeHost\0"),
-    ("cuMemHostAlloc", b"cuMemHostAlloc\0"),
-    ("cuMemcpyHtoDAsync_v2", b"cuMemcpyHtoDAsync_v2\0"),
-    ("cuStreamIsCapturing", b"cuStreamIsCapturing\0"),
-    ("cuStreamSynchronize", b"cuStreamSynchronize\0"),
+/// Every driver function that this crate calls, by itself or through
+/// `cudarc` to open a context or explain an error. `cudarc` panics in the call
+/// if one is missing, which must not happen between a copy and the wait for
+/// it; so all are looked for before the first copy.
+const FUNCTIONS: [&CStr; 21] = [
+    c"cuCtxGetCurrent",
+    c"cuCtxSetCurrent",
+    c"cuCtxSynchronize",
+    c"cuDeviceGet",
+    c"cuDeviceGetAttribute",
+    c"cuDevicePrimaryCtxRelease_v2",
+    c"cuDevicePrimaryCtxRetain",
+    c"cuEventCreate",
+    c"cuEventDestroy_v2",
+    c"cuEventQuery",
+    c"cuEventRecord",
+    c"cuEventSynchronize",
+    c"cuGetErrorName",
+    c"cuGetErrorString",
+    c"cuInit",
+    c"cuMemFreeHost",
+    c"cuMemHostAlloc",
+    c"cuMemcpyHtoDAsync_v2",
+    c"cuStreamIsCapturing",
+    c"cuStreamSynchronize",
+    c"cuThreadExchangeStreamCaptureMode",
 ];
 
 /// Fails if there is no driver, or one without the functions this crate
@@ -47,11 +55,12 @@ pub(super) fn require() -> Result<(), CudaError> {
     if !unsafe { sys::is_culib_present() } {
         return Err(CudaError::NoDriver);
     }
-    for (name, symbol) in FUNCTIONS {
+    for function in FUNCTIONS {
         // SAFETY: the symbol is only looked for, and never called through
         // this type. The library stays loaded for the life of the process.
-        let found = unsafe { sys::culib().get::<*const ()>(symbol) };
+        let found = unsafe { sys::culib().get::<*const ()>(function.to_bytes_with_nul()) };
         if found.is_err() {
+            let name = function.to_str().unwrap_or("(not UTF-8)");
             return Err(CudaError::MissingFunction { name });
         }
     }
@@ -90,6 +99,39 @@ pub(super) fn take_stored_error(context: &CudaContext) -> Result<(), CudaError> 
     context
         .check_err()
         .map_err(|source| CudaError::Stored { source })
+}
+
+/// While it lives, this thread may make calls that the driver forbids while
+/// *any* thread captures a graph in its default, global mode: they would fail,
+/// and spoil that other thread's capture. The rule is there for work that
+/// should have been captured; waiting for, making and freeing what no graph
+/// knows of is none. (Driver reference, `cuThreadExchangeStreamCaptureMode`.)
+struct OutsideOfCaptures {
+    /// `None` if the mode could not be changed; then it is not changed back.
+    before: Option<sys::CUstreamCaptureMode>,
+}
+
+impl OutsideOfCaptures {
+    fn enter() -> Self {
+        Self {
+            before: exchange(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED),
+        }
+    }
+}
+
+impl Drop for OutsideOfCaptures {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            exchange(before);
+        }
+    }
+}
+
+/// Sets this thread's mode and returns the one before.
+fn exchange(mut mode: sys::CUstreamCaptureMode) -> Option<sys::CUstreamCaptureMode> {
+    // SAFETY: a place for the mode.
+    let result = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+    result.result().ok().map(|()| mode)
 }
 
 pub(super) fn attribute(
@@ -145,6 +187,7 @@ pub(super) fn synchronize_stream(stream: &CudaStream) -> Result<(), CudaError> {
 /// Waits for all work in `context`, of every stream.
 pub(super) fn synchronize_context(context: &CudaContext) -> Result<(), CudaError> {
     make_current(context)?;
+    let _outside = OutsideOfCaptures::enter();
     result::ctx::synchronize().map_err(CudaError::driver("cuCtxSynchronize"))
 }
 
@@ -154,6 +197,7 @@ pub(super) fn synchronize_context(context: &CudaContext) -> Result<(), CudaError
 pub(super) fn alloc_host(context: &CudaContext, bytes: usize) -> Result<NonNull<u8>, CudaError> {
     const CALL: &str = "cuMemHostAlloc";
     make_current(context)?;
+    let _outside = OutsideOfCaptures::enter();
     let mut memory = ptr::null_mut();
     // SAFETY: `memory` is a place for the address.
     unsafe { sys::cuMemHostAlloc(&raw mut memory, bytes, sys::CU_MEMHOSTALLOC_PORTABLE) }
@@ -176,6 +220,7 @@ pub(super) unsafe fn free_host(
     memory: NonNull<u8>,
 ) -> Result<(), CudaError> {
     make_current(context)?;
+    let _outside = OutsideOfCaptures::enter();
     // SAFETY: the caller's promise.
     unsafe { sys::cuMemFreeHost(memory.as_ptr().cast()) }
         .result()
@@ -220,6 +265,7 @@ impl Event {
 
     /// Waits for the work marked last.
     pub(super) fn synchronize(&self) -> Result<(), CudaError> {
+        let _outside = OutsideOfCaptures::enter();
         // SAFETY: the handle is valid while `self` lives.
         unsafe { result::event::synchronize(self.handle) }
             .map_err(CudaError::driver("cuEventSynchronize"))
@@ -228,6 +274,7 @@ impl Event {
     /// Whether the driver says that the marked work is done. An error is no
     /// such word.
     pub(super) fn is_done(&self) -> bool {
+        let _outside = OutsideOfCaptures::enter();
         // SAFETY: the handle is valid while `self` lives.
         unsafe { result::event::query(self.handle) }.is_ok()
     }

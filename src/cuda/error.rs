@@ -5,6 +5,8 @@ use std::fmt;
 
 use cudarc::driver::DriverError;
 
+use super::driver;
+
 /// Why a copy, an allocation or a wait failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -16,8 +18,9 @@ pub enum CudaError {
         /// The function's name.
         name: &'static str,
     },
-    /// The driver refused a call. Whatever was enqueued before has been
-    /// waited for when this is returned.
+    /// A driver call failed. What that means for the source of a copy stands
+    /// with each function that returns it; no source is in use afterwards
+    /// without its owner knowing.
     Driver {
         /// The driver function that was called.
         call: &'static str,
@@ -81,6 +84,10 @@ struct Explained(DriverError);
 impl fmt::Display for Explained {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let code = self.0.0 as u32;
+        // `cudarc` would panic where there is no driver to ask for the name.
+        if driver::require().is_err() {
+            return write!(f, "error {code}");
+        }
         match self.0.error_name() {
             Ok(name) => write!(f, "{} ({code})", name.to_string_lossy())?,
             Err(_) => write!(f, "error {code}")?,
@@ -145,11 +152,5 @@ impl fmt::Display for CudaError {
     }
 }
 
-impl Error for CudaError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Driver { source, .. } | Self::Stored { source } => Some(source),
-            _ => None,
-        }
-    }
-}
+// No `source`: the text above already says all that the driver's error does.
+impl Error for CudaError {}

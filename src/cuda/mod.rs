@@ -25,6 +25,15 @@
 //! none. `libcuda` is always loaded at run time, so nothing of CUDA need be
 //! installed to build; `cudarc`'s features `dynamic-linking` and
 //! `static-linking` do not go with this crate.
+//!
+//! # Waiting
+//!
+//! `Copier::stream().synchronize()` is `cudarc`'s, and skips the wait if an
+//! earlier operation left an error in the context. What this crate waits for,
+//! it waits for through the driver itself.
+
+/// The `cudarc` that this crate's types are made of.
+pub use cudarc;
 
 mod call_site;
 mod copier;

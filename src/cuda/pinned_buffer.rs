@@ -1,6 +1,7 @@
 //! [`PinnedBuffer`]: page-locked memory that is registered while it lives.
 
 use std::fmt;
+use std::mem;
 use std::ops::Deref;
 use std::process;
 use std::ptr::NonNull;
@@ -13,6 +14,7 @@ use cudarc::driver::{CudaContext, CudaStream, DeviceRepr, ValidAsZeroBits};
 use super::CudaError;
 use super::driver::{self, Event};
 use super::wait::{Waited, wait_for_event, wait_for_stream};
+use crate::snapshot::Owner;
 use crate::{Region, RegionId, global};
 
 /// `CU_STREAM_PER_THREAD`.
@@ -29,6 +31,10 @@ const PER_THREAD_STREAM: usize = 2;
 /// which waits until no transfer reads the buffer any more. Dropping waits
 /// too; if the driver cannot say that the transfers are done, the memory is
 /// leaked, not freed, and stays registered.
+///
+/// Only copies through a [`Copier`](super::Copier) are known to it. `cudarc`'s
+/// own `memcpy_htod` takes it as a slice like any other, neither waits nor
+/// says so, and is as unsound with it as with all page-locked memory.
 ///
 /// # Examples
 ///
@@ -151,7 +157,7 @@ impl<T: DeviceRepr + Copy> PinnedBuffer<T> {
         // left unused: memory that cannot be registered must not be copied.
         let region = Region::new(memory.as_ptr(), bytes).map_err(|_| too_large)?;
         // Registered before anybody can hold a slice of it.
-        buffer.registration = Some(global().register(region));
+        buffer.registration = Some(global().register_for(Owner::Buffer, region));
         buffer.memory = memory.cast();
         if !buffer.memory.is_aligned() {
             return Err(CudaError::Misaligned {
@@ -202,24 +208,37 @@ impl<T> PinnedBuffer<T> {
         &self.context
     }
 
-    /// Notes that a copy of this buffer was just enqueued on `stream`, for
-    /// [`wait`](Self::wait) and the drop to wait for. If it cannot be noted,
-    /// it is waited for here and now.
-    pub(super) fn note_use(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
+    /// Runs `enqueue`, which enqueues a copy of this buffer on `stream`, and
+    /// notes the use, for [`wait`](Self::wait) and the drop to wait for. If it
+    /// cannot be noted, it is waited for here and now.
+    ///
+    /// All that can fail for want of anything is done before `enqueue` runs.
+    pub(super) fn use_in(
+        &self,
+        stream: &Arc<CudaStream>,
+        enqueue: impl FnOnce() -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
         let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
-        let noted = uses
-            .of_stream(stream)
-            .and_then(|stream_use| stream_use.event.record(stream));
-        let Err(error) = noted else {
-            return Ok(());
+        let event = uses.event_for(stream)?;
+        let enqueued = enqueue();
+        let noted = match event.record(stream) {
+            Ok(()) => Ok(()),
+            Err(error) => match wait_for_stream(error, stream) {
+                Waited::Done(result) => result,
+                Waited::Unknown(error) => {
+                    uses.lost = Some(error.clone());
+                    Err(error)
+                }
+            },
         };
-        match wait_for_stream(error, stream) {
-            Waited::Done(result) => result,
-            Waited::Unknown(error) => {
-                uses.lost = Some(error.clone());
-                Err(error)
-            }
-        }
+        enqueued.and(noted)
+    }
+
+    /// Keeps all that the memory needs. The context above all: the memory
+    /// would go with it. In a forked child, the events are not ours either.
+    fn leak(&mut self) {
+        mem::forget(Arc::clone(&self.context));
+        mem::forget(mem::take(self.uses_mut()));
     }
 
     fn uses_mut(&mut self) -> &mut Uses {
@@ -228,8 +247,8 @@ impl<T> PinnedBuffer<T> {
 }
 
 impl Uses {
-    /// The entry of `stream`; if it is new, in place of those that are over.
-    fn of_stream(&mut self, stream: &Arc<CudaStream>) -> Result<&mut StreamUse, CudaError> {
+    /// The event of `stream`; if it is new, in place of those that are over.
+    fn event_for(&mut self, stream: &Arc<CudaStream>) -> Result<&Event, CudaError> {
         let per_thread = stream.cu_stream() as usize == PER_THREAD_STREAM;
         let thread = per_thread.then(|| thread::current().id());
         let known = self
@@ -248,7 +267,7 @@ impl Uses {
                 self.streams.len() - 1
             }
         };
-        Ok(&mut self.streams[index])
+        Ok(&self.streams[index].event)
     }
 
     fn settle(&mut self) -> Waited {
@@ -282,13 +301,14 @@ impl<T> Drop for PinnedBuffer<T> {
             return;
         };
         if process::id() != self.owner {
+            self.leak();
             return;
         }
         let freed = match self.uses_mut().settle() {
             // An error of a transfer that is over was for `wait` to report.
             Waited::Done(_) => {
                 // SAFETY: nobody borrows the buffer, and no transfer reads it:
-                // each was noted by `note_use`, and waited for.
+                // each was noted by `use_in`, and waited for.
                 unsafe { driver::free_host(&self.context, self.memory.cast()) }
             }
             Waited::Unknown(error) => Err(error),
@@ -296,14 +316,15 @@ impl<T> Drop for PinnedBuffer<T> {
         match freed {
             // Unpinned first, unregistered then: in between, the answer
             // "pinned" is wrong to the safe side.
-            Ok(()) => {
-                let _ = global().unregister(registration);
+            Ok(()) => global().unregister_buffer(registration),
+            Err(error) => {
+                self.leak();
+                tracing::error!(
+                    %error,
+                    bytes = self.len * size_of::<T>(),
+                    "page-locked memory could not be freed and is leaked; it stays registered"
+                );
             }
-            Err(error) => tracing::error!(
-                %error,
-                bytes = self.len * size_of::<T>(),
-                "page-locked memory could not be freed and is leaked; it stays registered"
-            ),
         }
     }
 }

@@ -9,13 +9,16 @@
 //! 1. an event recorded right behind the copy (this waits for no later work);
 //! 2. the stream;
 //! 3. the context;
-//! 4. if the driver's answer says that the context is dead, nothing runs on
-//!    it any more;
+//! 4. if all of that failed, and the driver says that the context is dead,
+//!    nothing runs on it any more;
 //! 5. else the process is aborted: the device may be reading memory that the
 //!    caller is about to reuse, and there is no one left to ask.
 //!
+//! An owned buffer needs neither of the last two: it is leaked.
+//!
 //! An error on the way is returned after the wait, never instead of it.
 
+use std::io::{self, Write};
 use std::process;
 
 use cudarc::driver::sys::CUresult;
@@ -60,7 +63,6 @@ pub(super) fn wait_for_stream(error: CudaError, stream: &CudaStream) -> Waited {
 fn wait_for_context(error: CudaError, context: &CudaContext) -> Waited {
     match synchronize_context(context) {
         Ok(()) => Waited::Done(Err(error)),
-        Err(last) if context_is_dead(&last) => Waited::Done(Err(last)),
         Err(last) => Waited::Unknown(last),
     }
 }
@@ -69,22 +71,36 @@ fn wait_for_context(error: CudaError, context: &CudaContext) -> Waited {
 pub(super) fn wait_or_abort(event: &Event, stream: &CudaStream) -> Result<(), CudaError> {
     match wait_for_enqueued(event, stream) {
         Waited::Done(result) => result,
-        Waited::Unknown(error) => {
-            // Both: the subscriber may not get to write anything any more.
-            tracing::error!(%error, "aborting: no way left to wait for a transfer");
-            eprintln!(
-                "pinned-hosts: the driver can no longer say whether it is still reading host \
-                 memory that is about to be reused ({error}); aborting"
-            );
+        Waited::Unknown(error) if context_is_dead(&error) => Err(error),
+        Waited::Unknown(error) => abort(&error),
+    }
+}
+
+/// Ends the process, whatever the telling of it does: the subscriber is the
+/// program's code and may panic, and so does writing to a closed pipe.
+fn abort(error: &CudaError) -> ! {
+    struct AbortOnUnwind;
+    impl Drop for AbortOnUnwind {
+        fn drop(&mut self) {
             process::abort();
         }
     }
+    let _unwinding = AbortOnUnwind;
+    // The subscriber may not get to write anything out any more, so both.
+    let _ = writeln!(
+        io::stderr(),
+        "pinned-hosts: the driver can no longer say whether it is still reading host memory \
+         that is about to be reused ({error}); aborting"
+    );
+    tracing::error!(%error, "aborting: no way left to wait for a transfer");
+    process::abort();
 }
 
 /// Whether `error` says that the context does no work any more. The driver's
 /// reference says of these codes that the context is destroyed or the driver
 /// shut down, or that the process must be ended and started anew to use CUDA
-/// again.
+/// again. That nothing is transferred from then on is an inference: where
+/// memory can be kept instead of trusting it, it is kept.
 fn context_is_dead(error: &CudaError) -> bool {
     use CUresult as Code;
     let CudaError::Driver { source, .. } = error else {
