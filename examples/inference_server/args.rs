@@ -1,12 +1,12 @@
 //! The command line.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
+
+use crate::step::ROUND;
 
 const LONGEST: f64 = 86_400.0;
 
@@ -18,6 +18,7 @@ const LONGEST: f64 = 86_400.0;
 #[derive(Debug, Parser)]
 #[command(
     name = "inference_server",
+    version,
     after_help = "\
 Exit code: 0 if all copies were sound (with --unguarded: if the faults showed), \
 1 if not or if the run failed, 2 for bad arguments."
@@ -28,12 +29,15 @@ pub(crate) struct Args {
           value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) streams: u16,
 
-    /// How long to run, in seconds; fractions are fine.
+    // Not a doc comment: those hold no numbers that are written elsewhere.
     #[arg(long, value_name = "S", default_value = "5", allow_negative_numbers = true,
-          value_parser = duration)]
+          value_parser = duration,
+          help = format!("How long to run, in seconds; fractions are fine. Longer if need be: \
+                          each stream makes at least {ROUND} decode steps"))]
     pub(crate) seconds: Duration,
 
-    /// Write the figures to this file, as JSON.
+    /// Write the figures to this file, as JSON; with `-` to standard output,
+    /// and everything else to standard error.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 
@@ -45,6 +49,10 @@ pub(crate) struct Args {
     /// Which CUDA driver to use.
     #[arg(long, value_enum, default_value_t = Choice::Auto)]
     pub(crate) driver: Choice,
+
+    /// Show the crate's warnings in full.
+    #[arg(long, short)]
+    pub(crate) verbose: bool,
 }
 
 /// A wish for a driver.
@@ -87,58 +95,4 @@ fn duration(text: &str) -> Result<Duration, String> {
         return Err(advice());
     }
     Duration::try_from_secs_f64(seconds).map_err(|_| advice())
-}
-
-/// The file that the figures go to: opened before the run, so that a wrong
-/// path is noticed at once and not after it.
-pub(crate) struct JsonFile {
-    file: File,
-    path: PathBuf,
-    /// Made by this run, so taken away again if there is nothing to write.
-    is_new: bool,
-}
-
-impl JsonFile {
-    /// Opens the file; ends the process if that fails. What it holds stays
-    /// until there are figures to replace it.
-    pub(crate) fn open(path: &Path) -> Self {
-        let is_new = !path.exists();
-        let opened = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(path);
-        match opened {
-            Ok(file) => Self {
-                file,
-                path: path.to_owned(),
-                is_new,
-            },
-            Err(error) => refuse(
-                ErrorKind::Io,
-                &format!(
-                    "cannot write to '{}' for '--json': {error}; name a file in an existing \
-                     folder that you may write to",
-                    path.display()
-                ),
-            ),
-        }
-    }
-
-    pub(crate) fn write(mut self, json: &str) -> io::Result<()> {
-        // A pipe or a terminal has nothing to cut off.
-        if self.file.metadata()?.is_file() {
-            self.file.set_len(0)?;
-        }
-        self.file.write_all(json.as_bytes())?;
-        self.file.write_all(b"\n")
-    }
-
-    /// Leaves things as they were: the run failed.
-    pub(crate) fn discard(self) {
-        if self.is_new {
-            // The run's own error is what matters now.
-            let _ = std::fs::remove_file(&self.path);
-        }
-    }
 }

@@ -15,6 +15,8 @@ pub(crate) struct Figures {
     pub(crate) unguarded: bool,
     pub(crate) streams: u16,
     pub(crate) seconds: f64,
+    /// Whether that is more than was asked for, to make all kinds of copies.
+    pub(crate) lengthened: bool,
     pub(crate) steps: u64,
     /// All copies of the job, by the residency of their source.
     pub(crate) copies: u64,
@@ -67,6 +69,7 @@ impl Figures {
             unguarded,
             streams,
             seconds: totals.elapsed.as_secs_f64(),
+            lengthened: totals.lengthened,
             steps: totals.steps,
             copies: counts.copies(),
             pageable_sources: counts.pageable,

@@ -20,47 +20,45 @@ mod driver;
 mod figures;
 mod measure;
 mod mirror;
+mod output;
 mod path;
 mod pinner;
 mod progress;
 mod run;
 mod step;
 mod table;
+mod warnings;
 
-use std::fmt;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
 
-use anyhow::Context as _;
-use tracing::Level;
+use indicatif::HumanCount;
 
-use args::{Args, JsonFile};
+use args::Args;
 use driver::Driver;
 use figures::Figures;
+use output::{Json, Output};
 use path::{Checked, Unchecked};
 use progress::Progress;
+use step::ROUND;
 
 fn main() -> ExitCode {
     let args = Args::read();
+    let output = match &args.json {
+        Some(path) if output::is_stdout(path) => Output::Stderr,
+        _ => Output::Stdout,
+    };
     let progress = Progress::new(args.seconds);
-    // Shows the crate's warnings: each call site whose copies wait.
-    tracing_subscriber::fmt()
-        .compact()
-        .without_time()
-        .with_target(false)
-        .with_ansi(false)
-        .with_max_level(Level::WARN)
-        .with_writer(progress.clone())
-        .init();
+    warnings::show(args.verbose, &progress);
     let driver = match Driver::choose(&args) {
         Ok(driver) => driver,
         Err(error) => return fail(&error),
     };
-    let json = args.json.as_deref().map(JsonFile::open);
-    let figures = measure_run(&args, &driver, &progress);
+    let json = args.json.as_deref().map(Json::open);
+    let figures = measure_run(&args, &driver, output, &progress);
     progress.end();
     match figures {
-        Ok(figures) => report(&figures, json),
+        Ok(figures) => report(&figures, output, json),
         Err(error) => {
             if let Some(json) = json {
                 json.discard();
@@ -71,11 +69,16 @@ fn main() -> ExitCode {
 }
 
 /// Runs the job; when this returns, all that belongs to the device is gone.
-fn measure_run(args: &Args, driver: &Driver, progress: &Progress) -> anyhow::Result<Figures> {
+fn measure_run(
+    args: &Args,
+    driver: &Driver,
+    output: Output,
+    progress: &Progress,
+) -> anyhow::Result<Figures> {
     let context = pinned_hosts::cuda::context(0)?;
     let device = context.name()?;
-    say(format_args!(
-        "{} driver ({device}), {} streams, {} s, {}",
+    output.say(&format!(
+        "{} driver, {} streams, {} s, {}",
         driver.name(),
         args.streams,
         args.seconds.as_secs_f64(),
@@ -84,13 +87,12 @@ fn measure_run(args: &Args, driver: &Driver, progress: &Progress) -> anyhow::Res
         } else {
             "every copy checked"
         }
-    ));
+    ))?;
     let job = if args.unguarded {
         run::run::<Unchecked>
     } else {
-        say(format_args!(
-            "The crate warns once of each call site whose copies have to wait:"
-        ));
+        // Where the warnings go, so that it is never seen without them.
+        complain("The crate warns once of each call site that has to wait:");
         run::run::<Checked>
     };
     let totals = job(driver, &context, args.streams, args.seconds, progress)?;
@@ -105,53 +107,66 @@ fn measure_run(args: &Args, driver: &Driver, progress: &Progress) -> anyhow::Res
     ))
 }
 
-fn report(figures: &Figures, json: Option<JsonFile>) -> ExitCode {
-    say(format_args!("{}", table::table(figures)));
-    if let Some(json) = json {
-        let written = serde_json::to_string_pretty(figures)
-            .context("putting the figures into JSON")
-            .and_then(|text| json.write(&text).context("writing the JSON file"));
-        if let Err(error) = written {
-            return fail(&error);
+fn report(figures: &Figures, output: Output, json: Option<Json>) -> ExitCode {
+    // Both, even if one fails: each may be all that somebody looks at.
+    let verdict = show(figures, output);
+    let written = json.map_or(Ok(()), |json| json.write(figures));
+    match (verdict, written) {
+        (Ok(code), Ok(())) => code,
+        (Err(error), Ok(())) | (Ok(_), Err(error)) => fail(&error),
+        (Err(error), Err(other)) => {
+            fail(&error);
+            fail(&other)
         }
     }
-    match (figures.unguarded, figures.is_sound()) {
+}
+
+fn show(figures: &Figures, output: Output) -> anyhow::Result<ExitCode> {
+    output.say(&table::table(figures, output.columns()))?;
+    if figures.lengthened {
+        output.say(&format!(
+            "Ran longer than asked: each stream makes at least {ROUND} steps."
+        ))?;
+    }
+    Ok(match (figures.unguarded, figures.is_sound()) {
         (false, true) => {
-            say(format_args!(
-                "Sound: what the device read was what the sources held at the call."
-            ));
+            output.say("Sound: the device read what the sources held at the call.")?;
             ExitCode::SUCCESS
         }
         (false, false) => {
-            eprintln!(
+            complain(
                 "UNSOUND: the device read memory that had changed or was gone, although each \
-                 copy was checked. This is a bug in pinned-hosts; please report it."
+                 copy was checked. This is a bug in pinned-hosts; please report it.",
             );
             ExitCode::FAILURE
         }
         (true, false) => {
-            say(format_args!(
-                "These faults are what the check prevents. Run it again without --unguarded."
-            ));
+            output.say(&format!(
+                "UNSOUND: {} of {} copies gave wrong bytes; {} read freed memory.\n\
+                 These faults are what the check prevents.\n\
+                 Run it again without --unguarded.",
+                HumanCount(figures.contents_wrong),
+                HumanCount(figures.contents_compared),
+                HumanCount(figures.dead_reads.unwrap_or(0))
+            ))?;
             ExitCode::SUCCESS
         }
         (true, true) => {
-            eprintln!(
+            complain(
                 "error: no fault showed, though nothing was checked: this run proves nothing \
-                 about the guarded one"
+                 about the guarded one",
             );
             ExitCode::FAILURE
         }
-    }
-}
-
-/// Prints to standard output. Whoever closed it does not want to read on, and
-/// the exit code still tells.
-fn say(text: fmt::Arguments<'_>) {
-    let _ = writeln!(io::stdout(), "{text}");
+    })
 }
 
 fn fail(error: &anyhow::Error) -> ExitCode {
-    eprintln!("error: {error:#}");
+    complain(&format!("error: {error:#}"));
     ExitCode::FAILURE
+}
+
+/// Prints to standard error. If that fails there is nowhere left to say so.
+fn complain(text: &str) {
+    let _ = writeln!(io::stderr(), "{text}");
 }

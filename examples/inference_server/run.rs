@@ -28,6 +28,8 @@ pub(crate) struct Totals {
     pub(crate) steps: u64,
     pub(crate) pins: u64,
     pub(crate) elapsed: Duration,
+    /// Whether a stream had to go on past the time asked for.
+    pub(crate) lengthened: bool,
 }
 
 /// What the threads tell each other. All accesses are relaxed: results are
@@ -95,6 +97,7 @@ pub(crate) fn run<P: CopyPath>(
             steps: 0,
             pins: 0,
             elapsed,
+            lengthened: false,
         };
         for server in servers {
             totals.add(&join(server?, "a stream's thread")?)?;
@@ -125,6 +128,7 @@ struct Served {
     times: Times,
     steps: u64,
     pins: u64,
+    lengthened: bool,
 }
 
 /// The life of one stream's thread.
@@ -133,11 +137,16 @@ fn serve<P: CopyPath>(shared: &Shared<P>, board: &Board, number: u16) -> anyhow:
     let mut server = Server::new(shared, &stream, number)?;
     let mut probe = Probe::new(&shared.context, &stream)?;
     let mut reported = 0;
-    // At least one round, so that each kind of copy was made however short
-    // the run and slow the machine.
-    while !board.failed.load(Ordering::Relaxed)
-        && (server.steps() < ROUND || Instant::now() < board.deadline)
-    {
+    let mut lengthened = false;
+    while !board.failed.load(Ordering::Relaxed) {
+        if Instant::now() >= board.deadline {
+            // At least one round, so that each kind of copy was made however
+            // short the run and slow the machine.
+            if server.steps() >= ROUND {
+                break;
+            }
+            lengthened = true;
+        }
         server.step()?;
         probe.sample()?;
         let copies = server.counts().copies();
@@ -151,6 +160,7 @@ fn serve<P: CopyPath>(shared: &Shared<P>, board: &Board, number: u16) -> anyhow:
         times: probe.times,
         steps: server.steps(),
         pins: server.pins(),
+        lengthened,
     })
 }
 
@@ -160,6 +170,7 @@ impl Totals {
         self.checks.add(served.checks);
         self.steps += served.steps;
         self.pins += served.pins;
+        self.lengthened |= served.lengthened;
         self.times.add(&served.times)
     }
 }

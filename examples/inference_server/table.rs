@@ -1,4 +1,5 @@
-//! The figures of a run, as a person reads them. Fits 80 columns.
+//! The figures of a run, as a person reads them. Fits 80 columns, and the
+//! terminal if that has fewer.
 
 use comfy_table::{CellAlignment, Table, presets};
 use indicatif::HumanCount;
@@ -6,27 +7,46 @@ use indicatif::HumanCount;
 use crate::figures::Figures;
 use crate::measure::{LOOKUPS, SOURCE_BYTES};
 
-pub(crate) fn table(figures: &Figures) -> Table {
+/// The table for a terminal of so many columns, or for no terminal.
+pub(crate) fn table(figures: &Figures, columns: Option<usize>) -> String {
+    let mut groups = vec![run(figures), copies(figures), faults(figures)];
+    // They are taken beside the job and do not depend on how it copies: under
+    // the title of an unguarded run they would read as if it had checked.
+    if !figures.unguarded {
+        groups.push(times(figures));
+    }
+    let whole = draw(&groups, true);
+    match columns {
+        Some(columns) if columns < width(&whole) => draw(&groups, false),
+        _ => whole,
+    }
+}
+
+fn width(table: &str) -> usize {
+    // All of its characters are one column wide.
+    table
+        .lines()
+        .map(|line| line.chars().count())
+        .max()
+        .unwrap_or(0)
+}
+
+fn draw(groups: &[Vec<Row>], with_notes: bool) -> String {
     let mut table = Table::new();
     table.load_style(presets::UTF8_FULL_CONDENSED);
-    let groups = [
-        run(figures),
-        copies(figures),
-        faults(figures),
-        times(figures),
-    ];
-    for (number, group) in groups.into_iter().enumerate() {
+    let cells = if with_notes { 3 } else { 2 };
+    for (number, group) in groups.iter().enumerate() {
         if number > 0 {
-            table.add_row([""; 3]);
+            table.add_row([""; 3].into_iter().take(cells));
         }
         for (what, figure, note) in group {
-            table.add_row([what.to_owned(), figure, note]);
+            table.add_row([*what, figure, note].into_iter().take(cells));
         }
     }
     if let Some(column) = table.column_mut(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }
-    table
+    table.to_string()
 }
 
 type Row = (&'static str, String, String);
@@ -38,9 +58,9 @@ fn run(figures: &Figures) -> Vec<Row> {
             "streams",
             figures.streams.to_string(),
             format!(
-                "{} decode steps in {:.1} s",
+                "{} decode steps in {}",
                 HumanCount(figures.steps),
-                figures.seconds
+                time(figures.seconds * 1e9)
             ),
         ),
         (
@@ -141,7 +161,7 @@ fn times(figures: &Figures) -> Vec<Row> {
         (
             "lookup, median",
             time(figures.lookup_ns_p50),
-            format!("of batches of {LOOKUPS}, under this load"),
+            format!("per lookup, in batches of {LOOKUPS}"),
         ),
         (
             "lookup, p99",
@@ -165,12 +185,14 @@ fn count(number: u64) -> String {
     HumanCount(number).to_string()
 }
 
+/// With one decimal, or none where it would say nothing.
 fn time(nanoseconds: f64) -> String {
-    if nanoseconds < 1_000.0 {
-        format!("{nanoseconds:.1} ns")
-    } else if nanoseconds < 1_000_000.0 {
-        format!("{:.1} µs", nanoseconds / 1_000.0)
-    } else {
-        format!("{:.1} ms", nanoseconds / 1_000_000.0)
-    }
+    let (number, unit) = match nanoseconds {
+        ..1e3 => (nanoseconds, "ns"),
+        ..1e6 => (nanoseconds / 1e3, "µs"),
+        ..1e9 => (nanoseconds / 1e6, "ms"),
+        _ => (nanoseconds / 1e9, "s"),
+    };
+    let decimals = if number < 100.0 { 1 } else { 0 };
+    format!("{number:.decimals$} {unit}")
 }
