@@ -72,19 +72,21 @@ fn twin_a_captured_plain_copy_reads_dead_memory_at_the_launch() {
 #[test]
 fn a_destination_that_joins_the_stream_to_a_capture_is_refused() {
     let rig = Rig::new();
-    let stream = rig.context.new_stream().unwrap();
-    let copier = Copier::new(&stream).unwrap();
+    // Two streams: once one has joined the capture, it is refused for that.
+    let copiers = [(); 2].map(|()| Copier::new(&rig.context.new_stream().unwrap()).unwrap());
     let pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
     rig.stream
         .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_RELAXED)
         .unwrap();
     let mut captured = [(); 2].map(|()| rig.stream.alloc_zeros::<u8>(LEN).unwrap());
-    let borrowed = copier.copy_h2d_async(&[1u8; LEN], &mut captured[0]);
-    let owned = copier.copy_h2d_from(&pinned, 0..LEN, &mut captured[1]);
+    let borrowed = copiers[0].copy_h2d_async(&[1u8; LEN], &mut captured[0]);
+    let owned = copiers[1].copy_h2d_from(&pinned, 0..LEN, &mut captured[1]);
     assert_eq!(borrowed, Err(CudaError::StreamIsCapturing));
     assert_eq!(owned, Err(CudaError::StreamIsCapturing));
     drop(pinned);
-    rig.stream.join(&stream).unwrap();
+    for copier in &copiers {
+        rig.stream.join(copier.stream()).unwrap();
+    }
     if let Ok(Some(graph)) = end_capture(&rig.stream) {
         graph.launch().unwrap();
     }
@@ -147,7 +149,16 @@ fn a_destination_that_changes_the_current_context_changes_nothing() {
         inner: rig.zeros(LEN),
         act: || other.bind_to_thread().unwrap(),
     };
-    let pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+    let mut pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+    // Twice: the first time, making an event makes the context current.
+    for value in 2..4 {
+        copier
+            .copy_h2d_from(&pinned, 0..LEN, &mut on_device)
+            .unwrap();
+        pinned.as_mut_slice().unwrap().fill(value);
+        copier.copy_h2d_async(&pinned, &mut on_device).unwrap();
+        pinned.as_mut_slice().unwrap().fill(value + 10);
+    }
     copier
         .copy_h2d_from(&pinned, 0..LEN, &mut on_device)
         .unwrap();
@@ -184,6 +195,7 @@ fn another_threads_capture_neither_stops_this_one_nor_is_spoilt_by_it() {
     let mut on_device = rig.zeros::<u8>(LEN);
     let buffer = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
     let capturing = rig.context.new_stream().unwrap();
+    let second = Copier::new(&rig.context.new_stream().unwrap()).unwrap();
     let live = rig.sim.counters().live_host_allocations;
     capturing
         .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_GLOBAL)
@@ -195,6 +207,10 @@ fn another_threads_capture_neither_stops_this_one_nor_is_spoilt_by_it() {
                 .unwrap();
             rig.copier.copy_h2d_async(&buffer, &mut on_device).unwrap();
             rig.copier
+                .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
+                .unwrap();
+            // Asks whether the copy on the first stream is over.
+            second
                 .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
                 .unwrap();
             drop(PinnedBuffer::<u8>::zeroed(&rig.context, LEN).unwrap());

@@ -399,6 +399,18 @@ fn a_thread_whose_current_context_is_another_one_copies_all_the_same() {
 }
 
 #[test]
+fn one_event_serves_all_guarded_copies_of_a_thread() {
+    let rig = Rig::new();
+    let source = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+    let mut on_device = rig.zeros::<u8>(LEN);
+    let events = rig.sim.calls("cuEventCreate");
+    for _ in 0..10 {
+        rig.copier.copy_h2d_async(&source, &mut on_device).unwrap();
+    }
+    assert_eq!(rig.sim.calls("cuEventCreate"), events);
+}
+
+#[test]
 fn elements_of_every_size_and_padding_arrive() {
     #[derive(Clone, Copy, Debug, Default, PartialEq)]
     #[repr(C)]

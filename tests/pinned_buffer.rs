@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::sync::{Arc, Barrier};
 use std::thread;
 
 use common::Rig;
@@ -163,21 +164,33 @@ fn one_event_serves_all_copies_on_a_stream() {
 
 #[test]
 fn on_the_per_thread_stream_each_threads_copies_are_waited_for() {
+    const THREADS: usize = 3;
     let rig = Rig::new();
-    let buffer = ones(&rig);
+    let buffer = Arc::new(ones(&rig));
     let copier = Copier::new(&rig.context.per_thread_stream()).unwrap();
-    for _ in 0..3 {
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                let mut on_device = rig.zeros::<u8>(LEN);
+    let (copied, dropped) = (Barrier::new(THREADS + 1), Barrier::new(THREADS + 1));
+    thread::scope(|scope| {
+        for _ in 0..THREADS {
+            let mut on_device = rig.zeros::<u8>(LEN);
+            let buffer = Arc::clone(&buffer);
+            let (copier, copied, dropped) = (&copier, &copied, &dropped);
+            scope.spawn(move || {
                 copier
                     .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
                     .unwrap();
+                drop(buffer);
+                copied.wait();
+                // A thread's end would let its stream finish.
+                dropped.wait();
+                drop(on_device);
             });
-        });
-    }
-    drop(buffer);
-    rig.assert_sound();
+        }
+        copied.wait();
+        drop(buffer);
+        let counters = rig.counters();
+        dropped.wait();
+        assert_eq!(counters.dead_reads, 0);
+    });
 }
 
 #[test]

@@ -187,7 +187,6 @@ pub(super) fn synchronize_stream(stream: &CudaStream) -> Result<(), CudaError> {
 /// Waits for all work in `context`, of every stream.
 pub(super) fn synchronize_context(context: &CudaContext) -> Result<(), CudaError> {
     make_current(context)?;
-    let _outside = OutsideOfCaptures::enter();
     result::ctx::synchronize().map_err(CudaError::driver("cuCtxSynchronize"))
 }
 
