@@ -12,12 +12,17 @@ mod snapshot;
 mod sync;
 
 use snapshot::{Snapshot, Span};
-use sync::LazyLock;
+use sync::{modelled_only, process_wide};
 
 pub use reader::Reader;
 pub use region::{Region, RegionError, RegionId, UnknownRegion};
 pub use registry::Registry;
 pub use snapshot::{RegionEntry, Regions, Residency, Segment, Segments};
+
+modelled_only! {
+    #[doc(hidden)]
+    pub use reader::after_the_threads_reader;
+}
 
 /// The process-wide registry: the one that the free functions of this crate
 /// act on and that every checked copy asks.
@@ -44,7 +49,9 @@ pub use snapshot::{RegionEntry, Regions, Residency, Segment, Segments};
 /// ```
 #[must_use]
 pub fn global() -> &'static Registry {
-    static GLOBAL: LazyLock<Registry> = LazyLock::new(Registry::new);
+    process_wide! {
+        static GLOBAL: Registry = Registry::new();
+    }
     &GLOBAL
 }
 

@@ -26,7 +26,7 @@ use std::fmt;
 use crate::global;
 use crate::region::Region;
 use crate::snapshot::{Regions, Residency, Segments, Snapshot, Span};
-use crate::sync::{Arc, ArcSwap, Cache, RefCell};
+use crate::sync::{Arc, ArcSwap, Cache, RefCell, modelled_only, per_thread, weakened};
 
 /// The fast way to ask a [`Registry`] that is not the process-wide one: it
 /// remembers the last snapshot, and looks only whether a newer one is there.
@@ -132,10 +132,10 @@ impl fmt::Debug for Reader<'_> {
     }
 }
 
-crate::sync::thread_local! {
+per_thread! {
     /// This thread's reader of the process-wide registry, made at the
     /// thread's first lookup.
-    static THREAD_READER: RefCell<Option<Reader<'static>>> = const { RefCell::new(None) };
+    static THREAD_READER: RefCell<Option<Reader<'static>>> = RefCell::new(None);
 }
 
 /// Asks the process-wide registry through this thread's reader.
@@ -156,6 +156,7 @@ pub(crate) fn ask_global<R>(ask: impl Fn(&Snapshot) -> R) -> R {
 #[cold]
 #[inline(never)]
 fn first_lookup() -> Reader<'static> {
+    weakened!("reader_leaks" => { std::mem::forget(global().reader()) });
     global().reader()
 }
 
@@ -166,5 +167,13 @@ fn first_lookup() -> Reader<'static> {
 #[cold]
 #[inline(never)]
 fn ask_past_the_reader<R>(ask: impl Fn(&Snapshot) -> R) -> R {
+    weakened!("no_answer_past_the_reader" => { return ask(&Snapshot::empty()) });
     global().ask(ask)
+}
+
+modelled_only! {
+    /// Runs `run` on this thread once its reader is gone.
+    pub fn after_the_threads_reader(run: Box<dyn FnOnce()>) {
+        THREAD_READER.with(|slot| slot.after(run));
+    }
 }

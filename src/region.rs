@@ -6,7 +6,7 @@ use std::fmt;
 use std::ops::Range;
 use std::ptr;
 
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, process_wide, weakened};
 
 /// One page-locked byte range, `[base, base + len)`, as the driver knows it.
 ///
@@ -167,8 +167,16 @@ impl RegionId {
 
     /// Draws `count` ids that nobody has had before, in a row.
     pub(crate) fn draw_many(count: usize) -> Range<u64> {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
+        process_wide! {
+            static NEXT: AtomicU64 = AtomicU64::new(1);
+        }
         let count = count as u64;
+        weakened!("id_reuse" => { return 1..1 + count });
+        weakened!("id_drawn_in_two_steps" => {
+            let first = NEXT.load(Ordering::Relaxed);
+            NEXT.store(first + count, Ordering::Relaxed);
+            return first..first + count;
+        });
         // Relaxed: a read-modify-write never gives one value twice, and
         // uniqueness is all that is asked. Whoever is told an id learns of it
         // together with the publish that the id stands for.

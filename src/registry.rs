@@ -18,7 +18,7 @@ use std::fmt;
 use crate::reader::Reader;
 use crate::region::{Region, RegionId, UnknownRegion};
 use crate::snapshot::{Owner, RegionEntry, Regions, Residency, Segments, Snapshot, Span};
-use crate::sync::{Arc, ArcSwap};
+use crate::sync::{Arc, ArcSwap, modelled_only, weakened};
 
 /// A set of page-locked regions that is asked on every copy.
 ///
@@ -79,6 +79,9 @@ impl Registry {
     ///
     /// If the iterator panics, nothing was registered.
     pub fn register_all(&self, regions: impl IntoIterator<Item = Region>) -> Vec<RegionId> {
+        weakened!("register_all_half_way" => {
+            return regions.into_iter().map(|it| self.register(it)).collect();
+        });
         let regions: Vec<Region> = regions.into_iter().collect();
         let ids: Vec<RegionId> = RegionId::draw_many(regions.len())
             .map(RegionId::from_drawn)
@@ -88,6 +91,12 @@ impl Registry {
             .zip(&ids)
             .map(|(region, &id)| RegionEntry::new(id, region, Owner::Id))
             .collect();
+        weakened!("register_all_one_by_one" => {
+            for entry in entries {
+                self.add(&[entry]);
+            }
+            return ids;
+        });
         if !entries.is_empty() {
             self.add(&entries);
         }
@@ -110,6 +119,7 @@ impl Registry {
     /// registered for as long as its memory is pinned. Nothing is changed
     /// then.
     pub fn unregister(&self, id: RegionId) -> Result<Region, UnknownRegion> {
+        weakened!("erase_by_address" => { return self.erase_by_address(id) });
         self.remove(|entry| entry.id() == id && !entry.is_buffers())
             .map(|entry| entry.region())
             .ok_or(UnknownRegion(id))
@@ -203,6 +213,10 @@ impl Registry {
     pub(crate) fn register_base(&self, region: Region) {
         let entry = RegionEntry::new(RegionId::draw(), region, Owner::Base);
         let base = region.start_addr();
+        weakened!("replace_in_two_publishes" => {
+            self.unregister_base(region.base());
+            return self.add(&[entry]);
+        });
         self.publish(|old| {
             let replaced = old.without(|entry| entry.is_at_base(base));
             let kept = replaced.as_ref().map_or(old, |(kept, _)| kept);
@@ -232,13 +246,33 @@ impl Registry {
         let mut current = self.published.load();
         loop {
             let (next, result) = change(&current)?;
-            let previous = self.published.compare_and_swap(&*current, Arc::new(next));
+            weakened!("torn_arrays" => {
+                let torn = Arc::new(next.torn(&current));
+                let _ = self.published.compare_and_swap(&current, torn.clone());
+                current = torn;
+            });
+            let previous = self.published.compare_and_swap(&current, Arc::new(next));
             // `current` is held, so no other snapshot can have its address:
             // equal addresses mean that nothing was published in between.
             if Arc::ptr_eq(&current, &previous) {
                 return Some(result);
             }
             current = previous;
+        }
+    }
+}
+
+modelled_only! {
+    impl Registry {
+        fn erase_by_address(&self, id: RegionId) -> Result<Region, UnknownRegion> {
+            static BASES: std::sync::Mutex<Vec<(RegionId, usize)>> = std::sync::Mutex::new(vec![]);
+            let mut bases = BASES.lock().expect("no fault panics");
+            bases.extend(self.regions().map(|it| (it.id(), it.region().start_addr())));
+            let base = bases.iter().find(|it| it.0 == id).map_or(0, |it| it.1);
+            drop(bases);
+            self.remove(|entry| entry.region().start_addr() == base)
+                .map(|entry| entry.region())
+                .ok_or(UnknownRegion(id))
         }
     }
 }

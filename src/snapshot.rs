@@ -41,7 +41,7 @@
 use std::iter::FusedIterator;
 
 use crate::region::{Region, RegionId};
-use crate::sync::Arc;
+use crate::sync::{Arc, modelled_only};
 
 /// What the bytes of a slice are, as far as the registry knows.
 ///
@@ -296,6 +296,16 @@ impl Snapshot {
 
     pub(crate) fn len(&self) -> usize {
         self.entries.len()
+    }
+}
+
+modelled_only! {
+    impl Snapshot {
+        /// These regions, with the runs and reaches of others.
+        pub(crate) fn torn(&self, old: &Self) -> Self {
+            let new = Self::from_sorted(self.entries.to_vec());
+            Self { run_ends: old.run_ends.clone(), reaches: old.reaches.clone(), ..new }
+        }
     }
 }
 

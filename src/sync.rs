@@ -1,11 +1,324 @@
 //! The one seam between this crate and its concurrency primitives.
 //!
 //! Everything in `src/` that another thread may touch is built from what this
-//! file hands out, so that a model checker needs to replace this file alone.
+//! file hands out. In a normal build that is `std` and `arc-swap`. Under
+//! `cfg(loom)` it is what the model checker `loom` offers, and a stand-in for
+//! `arc-swap`; the models in `loom-tests/` then run the rest of `src/` as it
+//! is. Feature `cuda` is not modelled: it keeps its own locks and counters.
 
-pub(crate) use std::cell::RefCell;
-pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
-pub(crate) use std::sync::{Arc, LazyLock};
-pub(crate) use std::thread_local;
+#[cfg(not(loom))]
+pub(crate) use real::*;
 
-pub(crate) use arc_swap::{ArcSwap, Cache};
+#[cfg(loom)]
+pub(crate) use modelled::*;
+
+#[cfg(not(loom))]
+mod real {
+    pub(crate) use std::cell::RefCell;
+    pub(crate) use std::sync::Arc;
+    pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
+
+    pub(crate) use arc_swap::{ArcSwap, Cache};
+
+    /// A `static` that is made at its first use.
+    macro_rules! process_wide {
+        (static $name:ident: $type:ty = $init:expr;) => {
+            static $name: std::sync::LazyLock<$type> = std::sync::LazyLock::new(|| $init);
+        };
+    }
+
+    /// A `static` of which each thread has its own, made without a check at
+    /// each access.
+    macro_rules! per_thread {
+        ($(#[$doc:meta])* static $name:ident: $type:ty = $init:expr;) => {
+            std::thread_local! {
+                $(#[$doc])*
+                static $name: $type = const { $init };
+            }
+        };
+    }
+
+    /// A fault that the models put in by name, to see that one of them finds
+    /// it. Not compiled, here.
+    macro_rules! weakened {
+        ($name:literal => $fault:block) => {};
+    }
+
+    /// What only the models and the faults use. Not compiled, here.
+    macro_rules! modelled_only {
+        ($($item:item)*) => {};
+    }
+
+    pub(crate) use {modelled_only, per_thread, process_wide, weakened};
+}
+
+/// What the models run on.
+#[cfg(loom)]
+mod modelled {
+    pub(crate) use std::cell::RefCell;
+    use std::mem::ManuallyDrop;
+    use std::ops::Deref;
+    use std::sync::{Mutex, OnceLock, PoisonError};
+
+    use loom::cell::UnsafeCell;
+    use loom::sync::atomic::AtomicUsize;
+    pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
+
+    macro_rules! process_wide {
+        (static $name:ident: $type:ty = $init:expr;) => {
+            loom::lazy_static! { static ref $name: $type = $init; }
+        };
+    }
+
+    macro_rules! per_thread {
+        ($(#[$doc:meta])* static $name:ident: $type:ty = $init:expr;) => {
+            loom::thread_local! {
+                $(#[$doc])*
+                static $name: crate::sync::PerThread<$type> = crate::sync::PerThread::new($init);
+            }
+        };
+    }
+
+    /// Runs `fault` if the environment asks for the fault `name`.
+    macro_rules! weakened {
+        ($name:literal => $fault:block) => {
+            if crate::sync::is_weakened($name) {
+                $fault
+            }
+        };
+    }
+
+    macro_rules! modelled_only {
+        ($($item:item)*) => { $($item)* };
+    }
+
+    pub(crate) use {modelled_only, per_thread, process_wide, weakened};
+
+    /// A thread's own value. Loom drops those of a thread in no fixed order,
+    /// so a model that has to do something after this one is gone says so
+    /// here.
+    pub(crate) struct PerThread<T> {
+        value: ManuallyDrop<T>,
+        after: RefCell<Option<Box<dyn FnOnce()>>>,
+    }
+
+    impl<T> PerThread<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self {
+                value: ManuallyDrop::new(value),
+                after: RefCell::new(None),
+            }
+        }
+
+        pub(crate) fn after(&self, run: Box<dyn FnOnce()>) {
+            *self.after.borrow_mut() = Some(run);
+        }
+    }
+
+    impl<T> Deref for PerThread<T> {
+        type Target = T;
+
+        fn deref(&self) -> &T {
+            &self.value
+        }
+    }
+
+    impl<T> Drop for PerThread<T> {
+        fn drop(&mut self) {
+            // SAFETY: dropped here and nowhere else, and not used afterwards.
+            unsafe { ManuallyDrop::drop(&mut self.value) };
+            if let Some(run) = self.after.take() {
+                run();
+            }
+        }
+    }
+
+    pub(crate) fn is_weakened(name: &str) -> bool {
+        static WANTED: OnceLock<Option<String>> = OnceLock::new();
+        let wanted = WANTED.get_or_init(|| std::env::var("PINNED_HOSTS_MUTANT").ok());
+        wanted.as_deref() == Some(name)
+    }
+
+    /// `strong`, or `Relaxed` if the fault `name` is asked for.
+    fn unless_weakened(strong: Ordering, name: &str) -> Ordering {
+        if is_weakened(name) {
+            Ordering::Relaxed
+        } else {
+            strong
+        }
+    }
+
+    /// An `Arc` whose contents are in a cell that loom watches: reading them
+    /// is an error unless their making happens-before the read.
+    #[derive(Debug)]
+    pub(crate) struct Arc<T>(loom::sync::Arc<UnsafeCell<T>>);
+
+    impl<T> Arc<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(loom::sync::Arc::new(UnsafeCell::new(value)))
+        }
+
+        pub(crate) fn ptr_eq(this: &Self, other: &Self) -> bool {
+            loom::sync::Arc::ptr_eq(&this.0, &other.0)
+        }
+    }
+
+    impl<T> Clone for Arc<T> {
+        fn clone(&self) -> Self {
+            Self(loom::sync::Arc::clone(&self.0))
+        }
+    }
+
+    impl<T> Deref for Arc<T> {
+        type Target = T;
+
+        fn deref(&self) -> &T {
+            // SAFETY: the value is never written after it was made, and this
+            // `Arc` keeps it. That its making is visible here is what loom
+            // checks.
+            self.0.with(|value| unsafe { &*value })
+        }
+    }
+
+    /// How many values a model may publish in one cell.
+    const CAPACITY: usize = 8;
+
+    /// A stand-in for `arc_swap::ArcSwap`, which loom cannot look into. It
+    /// gives what that crate documents, and nothing that it does not:
+    ///
+    /// - a load returns a value that was published, and acquires what its
+    ///   publisher did before;
+    /// - a compare-and-swap publishes only if the published value is the
+    ///   expected one, releases what its thread did before, and acquires what
+    ///   the publisher of the value it found did before.
+    ///
+    /// Each value has a place in a table, and the place's number is what is
+    /// published. Places are not used again and hold their value until the
+    /// cell is dropped, so that a load may return any value that the memory
+    /// model allows, however old. (`arc-swap` may return fewer.) What is not
+    /// part of the contract, such as who gets which place, uses `std`'s types:
+    /// loom does not see them, so they order nothing.
+    #[derive(Debug)]
+    pub(crate) struct ArcSwap<T> {
+        published: AtomicUsize,
+        places: [UnsafeCell<Option<Arc<T>>>; CAPACITY],
+        /// The address of each value that has a place, in order.
+        addresses: Mutex<Vec<usize>>,
+    }
+
+    // SAFETY: a place is written once, before its number is published, and
+    // read by whoever acquired the number. That it is so is what loom checks.
+    unsafe impl<T: Send + Sync> Sync for ArcSwap<T> {}
+
+    impl<T> ArcSwap<T> {
+        pub(crate) fn new(value: Arc<T>) -> Self {
+            let cell = Self {
+                published: AtomicUsize::new(0),
+                places: std::array::from_fn(|_| UnsafeCell::new(None)),
+                addresses: Mutex::default(),
+            };
+            cell.place(value);
+            cell
+        }
+
+        fn addresses(&self) -> std::sync::MutexGuard<'_, Vec<usize>> {
+            self.addresses
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+        }
+
+        /// Gives `value` the next place.
+        fn place(&self, value: Arc<T>) -> usize {
+            let number = {
+                let mut addresses = self.addresses();
+                addresses.push(address(&value));
+                addresses.len() - 1
+            };
+            assert!(number < CAPACITY, "a model publishes too often");
+            // SAFETY: nobody else has this place's number yet.
+            self.places[number].with_mut(|place| unsafe { *place = Some(value) });
+            number
+        }
+
+        fn at(&self, number: usize) -> Arc<T> {
+            self.places[number].with(|place| {
+                // SAFETY: places are written before their number is published.
+                let place = unsafe { &*place };
+                place.clone().expect("published places are taken")
+            })
+        }
+
+        pub(crate) fn load(&self) -> Arc<T> {
+            self.load_full()
+        }
+
+        pub(crate) fn load_full(&self) -> Arc<T> {
+            self.at(self
+                .published
+                .load(unless_weakened(Ordering::Acquire, "load_relaxed")))
+        }
+
+        pub(crate) fn compare_and_swap(&self, current: &Arc<T>, new: Arc<T>) -> Arc<T> {
+            let expected = self
+                .addresses()
+                .iter()
+                .position(|&it| it == address(current));
+            let expected = expected.expect("the current value was loaded from here");
+            let number = self.place(new);
+            if is_weakened("lost_update") {
+                self.published.store(number, Ordering::Release);
+                return current.clone();
+            }
+            let swapped = self.published.compare_exchange(
+                expected,
+                number,
+                unless_weakened(Ordering::AcqRel, "publish_relaxed"),
+                unless_weakened(Ordering::Acquire, "failed_publish_relaxed"),
+            );
+            match swapped {
+                Err(_) if is_weakened("no_retry") => current.clone(),
+                Ok(previous) | Err(previous) => self.at(previous),
+            }
+        }
+    }
+
+    fn address<T>(value: &Arc<T>) -> usize {
+        (&raw const *value.0).addr()
+    }
+
+    /// A stand-in for `arc_swap::Cache`: compares relaxed, and loads anew if
+    /// another value is published.
+    #[derive(Clone, Debug)]
+    pub(crate) struct Cache<A, T> {
+        cell: A,
+        number: usize,
+        cached: T,
+    }
+
+    impl<'a, T> Cache<&'a ArcSwap<T>, Arc<T>> {
+        pub(crate) fn new(cell: &'a ArcSwap<T>) -> Self {
+            let order = unless_weakened(Ordering::Acquire, "reader_made_relaxed");
+            let number = cell.published.load(order);
+            Self {
+                cell,
+                number,
+                cached: cell.at(number),
+            }
+        }
+
+        pub(crate) fn load(&mut self) -> &Arc<T> {
+            // Relaxed: `src/reader.rs` says why that is enough, and the models
+            // in `loom-tests/hand_over.rs` show it.
+            let published = self.cell.published.load(Ordering::Relaxed);
+            if published != self.number && !is_weakened("cache_skips_compare") {
+                let order = unless_weakened(Ordering::Acquire, "refresh_relaxed");
+                self.number = self.cell.published.load(order);
+                self.cached = self.cell.at(self.number);
+            } else if is_weakened("cache_goes_back") && self.number > 0 {
+                self.number -= 1;
+                self.cached = self.cell.at(self.number);
+            }
+            &self.cached
+        }
+    }
+}

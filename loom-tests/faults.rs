@@ -1,0 +1,205 @@
+//! The faults that the models have to find.
+//!
+//! Each weakens one ordering or leaves out one step, by name, in a build for
+//! the models only: `weakened!` in `src/`, [`is_asked_for`] in `debt.rs`. For
+//! each the runner asks the models named here, at the bound that everything is
+//! explored at, and wants every one of them to fail with the reason named.
+
+use std::sync::OnceLock;
+
+/// The variable that asks for a fault.
+pub(crate) const VARIABLE: &str = "PINNED_HOSTS_MUTANT";
+
+pub(crate) struct Fault {
+    pub(crate) name: &'static str,
+    /// What is wrong with it in.
+    pub(crate) what: &'static str,
+    /// The models that have to fail.
+    pub(crate) found_by: &'static [&'static str],
+    /// A part of what each of them has to say; several, split by `|`, if it
+    /// may be any of them.
+    pub(crate) reason: &'static str,
+}
+
+/// What loom says of a value that is read without being ordered after its
+/// making.
+const UNORDERED: &str = "Causality violation";
+
+/// What a reader says that uses what is gone; loom may say first that it is
+/// not ordered after the poisoning.
+const USED: &str = "value was used after|Causality violation";
+
+pub(crate) const FAULTS: &[Fault] = &[
+    Fault {
+        name: "publish_relaxed",
+        what: "a successful publish releases nothing",
+        found_by: &[
+            "register_then_hand_over_to_a_registry",
+            "two_writers_register",
+        ],
+        reason: UNORDERED,
+    },
+    Fault {
+        name: "failed_publish_relaxed",
+        what: "a publish that lost the race does not acquire what won it",
+        found_by: &["two_writers_register", "register_against_unregister"],
+        reason: UNORDERED,
+    },
+    Fault {
+        name: "load_relaxed",
+        what: "a load of the published snapshot acquires nothing",
+        found_by: &[
+            "register_all_is_seen_whole",
+            "a_registry_sees_a_whole_snapshot",
+        ],
+        reason: UNORDERED,
+    },
+    Fault {
+        name: "reader_made_relaxed",
+        what: "a reader's first snapshot is taken without acquiring anything",
+        found_by: &["a_reader_sees_a_whole_snapshot", "a_reader_never_goes_back"],
+        reason: UNORDERED,
+    },
+    Fault {
+        name: "refresh_relaxed",
+        what: "a reader that takes a newer snapshot acquires nothing",
+        found_by: &[
+            "a_reader_sees_a_whole_snapshot",
+            "is_pinned_never_goes_back",
+        ],
+        reason: UNORDERED,
+    },
+    Fault {
+        name: "cache_skips_compare",
+        what: "a reader never looks whether a newer snapshot is there",
+        found_by: &[
+            "register_then_hand_over_to_is_pinned",
+            "unregister_then_hand_over_to_is_pinned",
+            "register_then_hand_over_to_a_reader",
+            "unregister_then_hand_over_to_a_reader",
+        ],
+        reason: "was not seen",
+    },
+    Fault {
+        name: "cache_goes_back",
+        what: "a reader that took a newer snapshot answers from the old one once more",
+        found_by: &["is_pinned_never_goes_back", "a_reader_never_goes_back"],
+        reason: "went back in time",
+    },
+    Fault {
+        name: "lost_update",
+        what: "a publish stores, whatever is published by then",
+        found_by: &["two_writers_register", "three_writers_register"],
+        reason: "lost",
+    },
+    Fault {
+        name: "no_retry",
+        what: "a publish that lost the race is given up",
+        found_by: &["two_writers_register", "register_against_unregister"],
+        reason: "lost",
+    },
+    Fault {
+        name: "torn_arrays",
+        what: "a snapshot is published before all of its arrays are those of its regions",
+        found_by: &[
+            "is_pinned_sees_a_whole_snapshot",
+            "a_reader_sees_a_whole_snapshot",
+            "a_registry_sees_a_whole_snapshot",
+        ],
+        reason: "not the answers of published snapshots",
+    },
+    Fault {
+        name: "register_all_one_by_one",
+        what: "regions registered together are published one by one",
+        found_by: &["register_all_is_seen_whole"],
+        reason: "seen in part",
+    },
+    Fault {
+        name: "register_all_half_way",
+        what: "regions are published while the caller's iterator still runs",
+        found_by: &["a_writer_panics"],
+        reason: "registered a part",
+    },
+    Fault {
+        name: "replace_in_two_publishes",
+        what: "a base that is registered again is first removed, then added",
+        found_by: &["a_base_is_replaced_in_one_publish"],
+        reason: "only replaced is gone",
+    },
+    Fault {
+        name: "id_reuse",
+        what: "an id is drawn again",
+        found_by: &["an_old_id_does_not_remove_a_new_entry"],
+        reason: "an old id removed a new entry",
+    },
+    Fault {
+        name: "id_drawn_in_two_steps",
+        what: "the counter of ids is read and written in two steps",
+        found_by: &["two_threads_draw_different_ids"],
+        reason: "one id was drawn twice",
+    },
+    Fault {
+        name: "erase_by_address",
+        what: "an id removes whatever is registered at its address now",
+        found_by: &["an_old_id_does_not_remove_a_new_entry"],
+        reason: "an old id removed a new entry",
+    },
+    Fault {
+        name: "reader_leaks",
+        what: "a thread's reader is never dropped",
+        found_by: &["a_threads_reader_is_dropped_with_it"],
+        reason: "leaked",
+    },
+    Fault {
+        name: "no_answer_past_the_reader",
+        what: "a lookup after the thread's reader is gone knows of nothing",
+        found_by: &["a_lookup_in_a_destructor_is_right"],
+        reason: "a lookup in a destructor missed a registration",
+    },
+    Fault {
+        name: "debt_reader_without_fence",
+        what: "(debts) no fence between the debt and the second look",
+        found_by: &["debts_keep_what_a_reader_uses", "debts_with_two_publishes"],
+        reason: USED,
+    },
+    Fault {
+        name: "debt_writer_without_fence",
+        what: "(debts) no fence between the publish and the look into the slots",
+        found_by: &["debts_keep_what_a_reader_uses", "debts_with_two_publishes"],
+        reason: USED,
+    },
+    Fault {
+        name: "debt_not_paid",
+        what: "(debts) the writer does not look into the slots",
+        found_by: &["debts_keep_what_a_reader_uses", "debts_with_two_publishes"],
+        reason: USED,
+    },
+    Fault {
+        name: "debt_not_confirmed",
+        what: "(debts) the reader does not look again once its debt is written",
+        found_by: &["debts_keep_what_a_reader_uses", "debts_with_two_publishes"],
+        reason: USED,
+    },
+    Fault {
+        name: "debt_struck_relaxed",
+        what: "(debts) taking back a debt releases nothing",
+        found_by: &["debts_keep_what_a_reader_uses"],
+        reason: UNORDERED,
+    },
+    Fault {
+        name: "model_cut_short",
+        what: "(the runner) loom ends a model early, as its limits make it do, and calls it passed",
+        found_by: &[
+            "register_then_hand_over_to_is_pinned",
+            "two_writers_register",
+        ],
+        reason: "never saw",
+    },
+];
+
+/// Whether the environment asks for the fault `name`.
+pub(crate) fn is_asked_for(name: &str) -> bool {
+    static ASKED_FOR: OnceLock<Option<String>> = OnceLock::new();
+    let asked_for = ASKED_FOR.get_or_init(|| std::env::var(VARIABLE).ok());
+    asked_for.as_deref() == Some(name)
+}

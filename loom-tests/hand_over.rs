@@ -1,0 +1,118 @@
+//! Visibility: what was registered or removed before a buffer was handed to
+//! another thread is seen by that thread, through every kind of reader.
+
+use pinned_hosts::{global, is_pinned, register, unregister};
+
+use crate::cells::{Flag, a, at_once, region};
+use crate::model::{Model, Witness};
+
+const OUTCOMES: &[&str] = &["handed over", "not yet", "seen early"];
+
+pub(crate) const MODELS: [Model; 6] = [
+    Model {
+        name: "register_then_hand_over_to_is_pinned",
+        promise: "a registration that happens-before a lookup is seen by the thread's own reader",
+        outcomes: OUTCOMES,
+        furthest: None,
+        body: |witness| {
+            let _ = global();
+            let change = || register(a().as_ptr(), a().len());
+            hand_over(witness, change, || || is_pinned(a()));
+        },
+    },
+    Model {
+        name: "unregister_then_hand_over_to_is_pinned",
+        promise: "a removal that happens-before a lookup is seen by the thread's own reader",
+        outcomes: OUTCOMES,
+        furthest: None,
+        body: |witness| {
+            register(a().as_ptr(), a().len());
+            let change = || unregister(a().as_ptr());
+            hand_over(witness, change, || || !is_pinned(a()));
+        },
+    },
+    Model {
+        name: "register_then_hand_over_to_a_reader",
+        promise: "a registration that happens-before a lookup is seen by a Reader",
+        outcomes: OUTCOMES,
+        furthest: None,
+        body: |witness| {
+            let registry = global();
+            let change = move || drop(registry.register(region(a())));
+            hand_over(witness, change, move || {
+                let mut reader = registry.reader();
+                move || reader.is_pinned(a())
+            });
+        },
+    },
+    Model {
+        name: "unregister_then_hand_over_to_a_reader",
+        promise: "a removal that happens-before a lookup is seen by a Reader",
+        outcomes: OUTCOMES,
+        furthest: None,
+        body: |witness| {
+            let registry = global();
+            let id = registry.register(region(a()));
+            let change = move || drop(registry.unregister(id));
+            hand_over(witness, change, move || {
+                let mut reader = registry.reader();
+                move || !reader.is_pinned(a())
+            });
+        },
+    },
+    Model {
+        name: "register_then_hand_over_to_a_registry",
+        promise: "a registration that happens-before a lookup is seen by the Registry",
+        outcomes: OUTCOMES,
+        furthest: None,
+        body: |witness| {
+            let registry = global();
+            let change = move || drop(registry.register(region(a())));
+            hand_over(witness, change, move || move || registry.is_pinned(a()));
+        },
+    },
+    Model {
+        name: "unregister_then_hand_over_to_a_registry",
+        promise: "a removal that happens-before a lookup is seen by the Registry",
+        outcomes: OUTCOMES,
+        furthest: None,
+        body: |witness| {
+            let registry = global();
+            let id = registry.register(region(a()));
+            let change = move || drop(registry.unregister(id));
+            hand_over(witness, change, move || move || !registry.is_pinned(a()));
+        },
+    },
+];
+
+/// One thread makes a change and raises a flag. Another looks for the change
+/// once, so that its reader has an old snapshot to be misled by, and again if
+/// it finds the flag raised.
+///
+/// `looker` makes, on the other thread, what looks: is the change seen?
+fn hand_over<L: FnMut() -> bool>(
+    witness: &'static Witness,
+    change: impl FnOnce() + 'static,
+    looker: impl FnOnce() -> L + 'static,
+) {
+    let flag = Flag::new();
+    let raised = flag.clone();
+    at_once(
+        move || {
+            change();
+            flag.raise();
+        },
+        move || {
+            let mut sees = looker();
+            if sees() {
+                witness.saw("seen early");
+            }
+            if raised.is_raised() {
+                assert!(sees(), "a change that happens-before a lookup was not seen");
+                witness.saw("handed over");
+            } else {
+                witness.saw("not yet");
+            }
+        },
+    );
+}

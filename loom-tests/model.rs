@@ -1,0 +1,93 @@
+//! What a model is, and how it is explored.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::faults::is_asked_for;
+
+/// How many times a thread may be interrupted while it could go on, in one
+/// execution; `None` for any number.
+pub(crate) type Bound = Option<usize>;
+
+/// One promise, as a program that loom runs in every order that the bound
+/// allows.
+pub(crate) struct Model {
+    pub(crate) name: &'static str,
+    /// What it shows, in a sentence.
+    pub(crate) promise: &'static str,
+    /// What has to be seen in some execution each. A model in which the
+    /// reader never met the writer would show nothing.
+    pub(crate) outcomes: &'static [&'static str],
+    /// The furthest bound that ends in reasonable time.
+    pub(crate) furthest: Bound,
+    pub(crate) body: fn(&'static Witness),
+}
+
+/// What the executions of a model saw. Loom does not see it: it uses `std`'s
+/// types, so it adds no order.
+#[derive(Default)]
+pub(crate) struct Witness {
+    executions: AtomicU64,
+    seen: Mutex<BTreeMap<&'static str, u64>>,
+}
+
+impl Witness {
+    pub(crate) fn saw(&self, outcome: &'static str) {
+        *self.seen.lock().unwrap().entry(outcome).or_default() += 1;
+    }
+}
+
+/// What exploring a model came to.
+pub(crate) struct Explored {
+    pub(crate) executions: u64,
+    pub(crate) time: Duration,
+    /// The declared outcomes that no execution saw.
+    pub(crate) unseen: Vec<&'static str>,
+}
+
+impl Model {
+    /// Explores the model up to `bound`, to the end: loom's own limits on
+    /// time and number, which end a model as if it had passed, are off.
+    /// Panics if an execution fails.
+    pub(crate) fn explore(&self, bound: Bound) -> Explored {
+        let witness: &'static Witness = Box::leak(Box::default());
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = bound;
+        builder.max_duration = None;
+        builder.max_permutations = None;
+        builder.checkpoint_file = None;
+        builder.max_branches = 10_000;
+        if is_asked_for("model_cut_short") {
+            builder.checkpoint_interval = 1;
+            builder.max_permutations = Some(2);
+        }
+
+        let started = Instant::now();
+        let body = self.body;
+        builder.check(move || {
+            witness.executions.fetch_add(1, Ordering::Relaxed);
+            body(witness);
+        });
+
+        let seen = witness.seen.lock().unwrap();
+        for outcome in seen.keys() {
+            assert!(
+                self.outcomes.contains(outcome),
+                "{} saw \"{outcome}\", which it does not declare",
+                self.name
+            );
+        }
+        Explored {
+            executions: witness.executions.load(Ordering::Relaxed),
+            time: started.elapsed(),
+            unseen: self
+                .outcomes
+                .iter()
+                .filter(|outcome| !seen.contains_key(*outcome))
+                .copied()
+                .collect(),
+        }
+    }
+}

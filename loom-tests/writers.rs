@@ -1,0 +1,140 @@
+//! Writers that run at once: none of them loses what another one published,
+//! and none is held up by one that panics.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use loom::sync::Arc;
+use loom::thread;
+use pinned_hosts::{Registry, Residency};
+
+use crate::cells::{a, at_once, b, bc, c, region};
+use crate::model::Model;
+
+pub(crate) const MODELS: [Model; 5] = [
+    Model {
+        name: "two_writers_register",
+        promise: "of two registrations at once, both are there once both have returned",
+        outcomes: &["left was first", "right was first"],
+        furthest: None,
+        body: |witness| {
+            let left = Arc::new(Registry::new());
+            let right = Arc::clone(&left);
+            let registry = Arc::clone(&left);
+            at_once(
+                move || {
+                    left.register(region(a()));
+                    assert!(left.is_pinned(a()), "an update was lost");
+                    if !left.is_pinned(b()) {
+                        witness.saw("left was first");
+                    }
+                },
+                move || {
+                    right.register(region(b()));
+                    assert!(right.is_pinned(b()), "an update was lost");
+                    if !right.is_pinned(a()) {
+                        witness.saw("right was first");
+                    }
+                },
+            );
+            assert!(registry.is_pinned(a()), "an update was lost");
+            assert!(registry.is_pinned(b()), "an update was lost");
+            assert_eq!(registry.live_count(), 2);
+        },
+    },
+    Model {
+        name: "register_against_unregister",
+        promise: "a registration and a removal at once both take effect",
+        outcomes: &["the removal was first", "the registration was first"],
+        furthest: None,
+        body: |witness| {
+            let registry = Arc::new(Registry::new());
+            let id = registry.register(region(a()));
+            let (left, right) = (Arc::clone(&registry), Arc::clone(&registry));
+            at_once(
+                move || {
+                    left.unregister(id).unwrap();
+                    if !left.is_pinned(b()) {
+                        witness.saw("the removal was first");
+                    }
+                },
+                move || {
+                    right.register(region(b()));
+                    if right.is_pinned(a()) {
+                        witness.saw("the registration was first");
+                    }
+                },
+            );
+            assert!(!registry.is_pinned(a()), "a removal was lost");
+            assert!(registry.is_pinned(b()), "an update was lost");
+        },
+    },
+    Model {
+        name: "three_writers_register",
+        promise: "the same with three writers: one of them may have to begin anew more than once",
+        outcomes: &["done"],
+        furthest: Some(3),
+        body: |witness| {
+            let registry = Arc::new(Registry::new());
+            let writers = [a(), b(), c()].map(|bytes| {
+                let registry = Arc::clone(&registry);
+                thread::spawn(move || registry.register(region(bytes)))
+            });
+            for writer in writers {
+                writer.join().unwrap();
+            }
+            assert_eq!(registry.live_count(), 3, "an update was lost");
+            witness.saw("done");
+        },
+    },
+    Model {
+        name: "register_all_is_seen_whole",
+        promise: "regions registered together are seen together, or not at all",
+        outcomes: &["none", "all"],
+        furthest: None,
+        body: |witness| {
+            let writer = Arc::new(Registry::new());
+            let reader = Arc::clone(&writer);
+            at_once(
+                move || writer.register_all([region(b()), region(c())]),
+                move || match reader.residency(bc()) {
+                    Residency::Pageable => witness.saw("none"),
+                    Residency::Seam => witness.saw("all"),
+                    part => panic!("register_all was seen in part: {part:?}"),
+                },
+            );
+        },
+    },
+    Model {
+        name: "a_writer_panics",
+        promise: "a writer that panics half-way has registered nothing, and holds up nobody",
+        outcomes: &["the other was first", "the other was not first"],
+        furthest: None,
+        body: |witness| {
+            let registry = Arc::new(Registry::new());
+            let (panicking, other) = (Arc::clone(&registry), Arc::clone(&registry));
+            at_once(
+                move || {
+                    let half_way = [Some(b()), None].into_iter().map(|bytes| match bytes {
+                        Some(bytes) => region(bytes),
+                        // A panic without its message, which would be noise.
+                        None => resume_unwind(Box::new("half-way")),
+                    });
+                    let register = AssertUnwindSafe(|| panicking.register_all(half_way));
+                    assert!(catch_unwind(register).is_err());
+                    witness.saw(if panicking.is_pinned(a()) {
+                        "the other was first"
+                    } else {
+                        "the other was not first"
+                    });
+                },
+                move || other.register(region(a())),
+            );
+            assert!(
+                registry.is_pinned(a()),
+                "a panic lost another writer's update"
+            );
+            let count = registry.live_count();
+            assert_eq!(count, 1, "a writer that panicked registered a part");
+        },
+    },
+];
