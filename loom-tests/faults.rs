@@ -35,7 +35,9 @@ pub(crate) const FAULTS: &[Fault] = &[
         what: "a successful publish releases nothing",
         found_by: &[
             "register_then_hand_over_to_a_registry",
+            "unregister_then_hand_over_to_a_registry",
             "two_writers_register",
+            "three_writers_register",
         ],
         reason: UNORDERED,
     },
@@ -51,6 +53,8 @@ pub(crate) const FAULTS: &[Fault] = &[
         found_by: &[
             "register_all_is_seen_whole",
             "a_registry_sees_a_whole_snapshot",
+            "a_registry_never_goes_back",
+            "segments_are_of_one_snapshot",
         ],
         reason: UNORDERED,
     },
@@ -111,8 +115,8 @@ pub(crate) const FAULTS: &[Fault] = &[
     Fault {
         name: "register_all_one_by_one",
         what: "regions registered together are published one by one",
-        found_by: &["register_all_is_seen_whole"],
-        reason: "seen in part",
+        found_by: &["register_all_is_seen_whole", "segments_are_of_one_snapshot"],
+        reason: "seen in part|not the segments of a published snapshot",
     },
     Fault {
         name: "register_all_half_way",

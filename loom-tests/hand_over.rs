@@ -38,7 +38,9 @@ pub(crate) const MODELS: [Model; 6] = [
         furthest: None,
         body: |witness| {
             let registry = global();
-            let change = move || drop(registry.register(region(a())));
+            let change = move || {
+                registry.register(region(a()));
+            };
             hand_over(witness, change, move || {
                 let mut reader = registry.reader();
                 move || reader.is_pinned(a())
@@ -53,7 +55,9 @@ pub(crate) const MODELS: [Model; 6] = [
         body: |witness| {
             let registry = global();
             let id = registry.register(region(a()));
-            let change = move || drop(registry.unregister(id));
+            let change = move || {
+                registry.unregister(id).unwrap();
+            };
             hand_over(witness, change, move || {
                 let mut reader = registry.reader();
                 move || !reader.is_pinned(a())
@@ -67,7 +71,9 @@ pub(crate) const MODELS: [Model; 6] = [
         furthest: None,
         body: |witness| {
             let registry = global();
-            let change = move || drop(registry.register(region(a())));
+            let change = move || {
+                registry.register(region(a()));
+            };
             hand_over(witness, change, move || move || registry.is_pinned(a()));
         },
     },
@@ -79,7 +85,9 @@ pub(crate) const MODELS: [Model; 6] = [
         body: |witness| {
             let registry = global();
             let id = registry.register(region(a()));
-            let change = move || drop(registry.unregister(id));
+            let change = move || {
+                registry.unregister(id).unwrap();
+            };
             hand_over(witness, change, move || move || !registry.is_pinned(a()));
         },
     },

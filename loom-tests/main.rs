@@ -3,6 +3,7 @@
 //!
 //! Each model, and each fault, gets a process of its own: a model that fails
 //! leaves loom in a state that nothing should run on.
+#![allow(clippy::unwrap_used, reason = "models are tests")]
 
 #[cfg(loom)]
 mod cells;

@@ -187,6 +187,15 @@ fn run_all(arguments: &Arguments) -> Result<bool, String> {
             });
         }
     }
+    // A model that no fault is known to fail has not been shown to be able to.
+    for model in models() {
+        if !FAULTS
+            .iter()
+            .any(|fault| fault.found_by.contains(&model.name))
+        {
+            return Err(format!("no fault names the model {}", model.name));
+        }
+    }
     if jobs.is_empty() {
         return Err(format!("nothing is named like \"{}\"", arguments.only));
     }
@@ -275,15 +284,28 @@ fn table(headings: &[&str]) -> Table {
 }
 
 fn models_table(jobs: &[Job], outcomes: &[Outcome]) -> Table {
-    let mut table = table(&["model", "bound", "executions", "s", "outcomes seen", ""]);
+    let mut table = table(&[
+        "promise",
+        "model",
+        "faults it finds",
+        "bound",
+        "executions",
+        "s",
+        "",
+    ]);
     for (job, outcome) in jobs.iter().zip(outcomes) {
         if job.fault.is_none() {
+            let finds = FAULTS
+                .iter()
+                .filter(|fault| fault.found_by.contains(&job.model.name))
+                .map(|fault| fault.name);
             table.add_row([
+                job.model.promise.to_owned(),
                 job.model.name.to_owned(),
+                finds.collect::<Vec<_>>().join(", "),
                 bound_text(job.bound),
                 outcome.executions.to_string(),
                 format!("{:.2}", outcome.milliseconds as f64 / 1000.0),
-                job.model.outcomes.join("; "),
                 verdict(job, outcome, "ok"),
             ]);
         }

@@ -229,6 +229,63 @@ fn two_regions_registered_together_are_seen_together() {
     });
 }
 
+/// Each batch of regions carries a seal: one region more, as long as the
+/// checksum of the others. The batch comes with its seal in one publish, and
+/// goes after its seal; so a snapshot with a seal in it holds just the regions
+/// that the seal sums up. Two writers, each with a batch of its own.
+#[test]
+fn every_snapshot_matches_its_checksum() {
+    const BATCH: usize = 96;
+    const SEAL: usize = 160;
+    let buffers = [[0u8; BATCH + SEAL]; 2];
+    let write = |run: &Run, buffer: &[u8]| {
+        let (batch, seal) = buffer.split_at(BATCH);
+        for round in run.rounds() {
+            // Up to seven regions of up to eight bytes, as the round has it.
+            let regions: Vec<Region> = (0..1 + round % 7)
+                .map(|k| {
+                    let start = (k as usize * 13 + round as usize) % (BATCH - 8);
+                    region(&batch[start..][..1 + (round + k) as usize % 8])
+                })
+                .collect();
+            let sealed = region(&seal[..checksum(batch, &regions)]);
+            let mut ids = global().register_all(regions.into_iter().chain([sealed]));
+            while let Some(last) = ids.pop() {
+                global().unregister(last).unwrap();
+            }
+        }
+    };
+    let writers: [&(dyn Fn(&Run) + Sync); 2] = [&|run| write(run, &buffers[0]), &|run| {
+        write(run, &buffers[1])
+    }];
+    stress(2, &writers, |run, number, mut asker| {
+        while !run.is_over() {
+            for buffer in &buffers {
+                let (batch, seal) = buffer.split_at(BATCH);
+                let listed = asker.regions_in(buffer).into_iter().map(|it| it.region());
+                let (regions, seals): (Vec<_>, Vec<_>) =
+                    listed.partition(|region| region.base() < seal.as_ptr());
+                match seals.as_slice() {
+                    [] => run.see(number, 0),
+                    [seal] => {
+                        assert_eq!(seal.len(), checksum(batch, &regions), "{regions:?}");
+                        run.see(number, 1);
+                    }
+                    _ => panic!("two seals of one writer: {seals:?}"),
+                }
+            }
+        }
+    });
+
+    fn checksum(batch: &[u8], regions: &[Region]) -> usize {
+        let start = batch.as_ptr().addr();
+        let terms = regions
+            .iter()
+            .map(|region| (region.base().addr() - start) * 31 + region.len() * 7 + 1);
+        1 + terms.sum::<usize>() % (SEAL - 1)
+    }
+}
+
 /// A buffer is handed from one registration to the next, the next one first:
 /// it is always pinned. Two writers do so with overlapping buffers.
 #[test]
