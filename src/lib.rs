@@ -5,19 +5,23 @@
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod pin;
 mod reader;
 mod region;
 mod registry;
+mod section;
 mod snapshot;
 mod sync;
 
 use snapshot::{Snapshot, Span};
 use sync::{modelled_only, process_wide};
 
+pub use pin::{PinError, Registration, UnpinError};
 pub use reader::Reader;
 pub use region::{Region, RegionError, RegionId, UnknownRegion};
 pub use registry::Registry;
-pub use snapshot::{RegionEntry, Regions, Residency, Segment, Segments};
+pub use section::{GraceError, Section};
+pub use snapshot::{RegionEntry, RegionState, Regions, Residency, Segment, Segments};
 
 modelled_only! {
     #[doc(hidden)]

@@ -196,7 +196,7 @@ impl RegionId {
 /// the registry does not hold.
 ///
 /// The registration was removed before, or belongs to another registry, or to
-/// a buffer of this crate that keeps it. The registry is unchanged.
+/// a handle that keeps it. The registry is unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnknownRegion(pub(crate) RegionId);
 
@@ -213,7 +213,7 @@ impl fmt::Display for UnknownRegion {
         write!(
             f,
             "{:?} cannot be unregistered here: it was removed before, or belongs to another \
-             registry, or to a PinnedBuffer, which keeps it until it is dropped",
+             registry, or to a handle (a PinnedBuffer, a Registration), which keeps it",
             self.0
         )
     }

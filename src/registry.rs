@@ -14,10 +14,14 @@
 //! nobody.
 
 use std::fmt;
+use std::time::Duration;
 
 use crate::reader::Reader;
 use crate::region::{Region, RegionId, UnknownRegion};
-use crate::snapshot::{Owner, RegionEntry, Regions, Residency, Segments, Snapshot, Span};
+use crate::section::{GraceError, Section, Sections};
+use crate::snapshot::{
+    Owner, RegionEntry, RegionState, Regions, Residency, Segments, Snapshot, Span,
+};
 use crate::sync::{Arc, ArcSwap, modelled_only, weakened};
 
 /// A set of page-locked regions that is asked on every copy.
@@ -48,6 +52,7 @@ use crate::sync::{Arc, ArcSwap, modelled_only, weakened};
 /// ```
 pub struct Registry {
     published: ArcSwap<Snapshot>,
+    sections: Sections,
 }
 
 impl Registry {
@@ -56,6 +61,7 @@ impl Registry {
     pub fn new() -> Self {
         Self {
             published: ArcSwap::new(Arc::new(Snapshot::empty())),
+            sections: Sections::new(),
         }
     }
 
@@ -71,7 +77,7 @@ impl Registry {
     /// The cost grows with the number of regions: a snapshot is rebuilt.
     /// Use [`register_all`](Self::register_all) for many.
     pub fn register(&self, region: Region) -> RegionId {
-        self.register_for(Owner::Id, region)
+        self.register_for(Owner::Id, RegionState::Live, region)
     }
 
     /// Adds all `regions` in one publish: a lookup sees all of them or none.
@@ -115,12 +121,12 @@ impl Registry {
     /// # Errors
     ///
     /// [`UnknownRegion`] if `id` was removed before, is another registry's, or
-    /// is that of a buffer of this crate (`cuda::PinnedBuffer`), which stays
-    /// registered for as long as its memory is pinned. Nothing is changed
+    /// is that of a handle that keeps it (a [`Registration`](crate::Registration),
+    /// a `cuda::PinnedBuffer`) for as long as its memory is pinned. Nothing is changed
     /// then.
     pub fn unregister(&self, id: RegionId) -> Result<Region, UnknownRegion> {
         weakened!("erase_by_address" => { return self.erase_by_address(id) });
-        self.remove(|entry| entry.id() == id && !entry.is_buffers())
+        self.remove(|entry| entry.id() == id && !entry.is_handles())
             .map(|entry| entry.region())
             .ok_or(UnknownRegion(id))
     }
@@ -184,6 +190,37 @@ impl Registry {
         self.ask(Snapshot::len)
     }
 
+    /// Enters a read-side section, in which to ask and to copy while other
+    /// threads pin and unpin memory. See [`Section`].
+    ///
+    /// It costs some nanoseconds and takes no lock. (A thread's first section
+    /// in each registry allocates.)
+    pub fn enter(&self) -> Section<'_> {
+        Section::new(self, &self.sections)
+    }
+
+    /// Waits for a grace period: until every section that began before this
+    /// call has ended. For at most about `limit`, if there is one.
+    ///
+    /// It spins, then yields, then sleeps in bounded steps, and logs a warning
+    /// if it takes long. [`pin_with`](Self::pin_with) and
+    /// [`Registration::unpin_with`](crate::Registration::unpin_with) call it.
+    ///
+    /// # Errors
+    ///
+    /// [`GraceError::InsideSection`] at once if this thread is inside a
+    /// section of this registry; [`GraceError::TimedOut`].
+    pub fn wait_for_sections(&self, limit: Option<Duration>) -> Result<(), GraceError> {
+        self.sections.wait(limit)
+    }
+
+    /// Whether some of `bytes` is about to be unpinned, so that the device
+    /// must not be let read it any more. See [`Section::is_retiring`].
+    #[must_use]
+    pub fn is_retiring(&self, bytes: &[u8]) -> bool {
+        self.ask(|snapshot| snapshot.is_retiring(Span::of(bytes)))
+    }
+
     /// A reader of this registry: the fast path. See [`Reader`].
     #[must_use]
     pub fn reader(&self) -> Reader<'_> {
@@ -198,16 +235,24 @@ impl Registry {
         self.published.load_full()
     }
 
-    pub(crate) fn register_for(&self, owner: Owner, region: Region) -> RegionId {
+    pub(crate) fn register_for(
+        &self,
+        owner: Owner,
+        state: RegionState,
+        region: Region,
+    ) -> RegionId {
         let id = RegionId::draw();
-        self.add(&[RegionEntry::new(id, region, owner)]);
+        self.add(&[RegionEntry::new(id, region, owner).in_state(state)]);
         id
     }
 
-    /// Removes what a buffer of this crate registered.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn unregister_buffer(&self, id: RegionId) {
+    /// Removes what a handle registered.
+    pub(crate) fn unregister_handles(&self, id: RegionId) {
         self.remove(|entry| entry.id() == id);
+    }
+
+    pub(crate) fn set_state(&self, id: RegionId, state: RegionState) {
+        self.publish(|old| Some((old.with_state(id, state)?, ())));
     }
 
     pub(crate) fn register_base(&self, region: Region) {

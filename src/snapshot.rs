@@ -69,10 +69,27 @@ pub(crate) enum Owner {
     Id,
     /// The free functions: removed by base address.
     Base,
-    /// A buffer of this crate, which alone may remove it: were it gone while
-    /// the buffer lives, a copy from the buffer would not be waited for.
-    #[cfg(feature = "cuda")]
-    Buffer,
+    /// A handle that keeps the memory pinned (a `PinnedBuffer`, a
+    /// `Registration`), which alone may remove it: were it gone while the
+    /// memory is pinned, a copy from it would not be waited for.
+    Handle,
+}
+
+/// How far a registration is between being made and being gone. In each of
+/// these states the memory counts as pinned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum RegionState {
+    /// About to be pinned: [`Registry::pin_with`](crate::Registry::pin_with)
+    /// waits for copies that were told that it is pageable.
+    Pinning,
+    /// Pinned, or at least registered.
+    Live,
+    /// About to be unpinned:
+    /// [`Registration::unpin_with`](crate::Registration::unpin_with) waits
+    /// for copies that may let the device read it, and no copy that begins
+    /// now does.
+    Retiring,
 }
 
 /// One registration, as [`Registry::regions`](crate::Registry::regions) lists
@@ -82,11 +99,27 @@ pub struct RegionEntry {
     id: RegionId,
     region: Region,
     owner: Owner,
+    state: RegionState,
 }
 
 impl RegionEntry {
     pub(crate) fn new(id: RegionId, region: Region, owner: Owner) -> Self {
-        Self { id, region, owner }
+        Self {
+            id,
+            region,
+            owner,
+            state: RegionState::Live,
+        }
+    }
+
+    pub(crate) fn in_state(self, state: RegionState) -> Self {
+        Self { state, ..self }
+    }
+
+    /// How far it is between being made and being gone.
+    #[must_use]
+    pub fn state(&self) -> RegionState {
+        self.state
     }
 
     /// The name of the registration.
@@ -106,9 +139,9 @@ impl RegionEntry {
         self.owner == Owner::Base && self.region.start_addr() == base
     }
 
-    /// Whether only a buffer of this crate may remove this entry.
-    pub(crate) fn is_buffers(&self) -> bool {
-        !matches!(self.owner, Owner::Id | Owner::Base)
+    /// Whether only a handle may remove this entry.
+    pub(crate) fn is_handles(&self) -> bool {
+        self.owner == Owner::Handle
     }
 
     fn sort_key(&self) -> (usize, RegionId) {
@@ -132,6 +165,8 @@ pub(crate) struct Snapshot {
     /// The registrations themselves, in the same order. Lookups do not read
     /// them.
     entries: Box<[RegionEntry]>,
+    /// The regions that are about to be unpinned; mostly none.
+    retiring: Box<[Region]>,
 }
 
 impl Snapshot {
@@ -158,6 +193,22 @@ impl Snapshot {
         let gone = *self.entries.iter().find(|&entry| goes(entry))?;
         let kept = self.entries.iter().filter(|&entry| !goes(entry)).copied();
         Some((Self::from_sorted(kept.collect()), gone))
+    }
+
+    /// This set with the state of the entry `id` changed; `None` if there is
+    /// no such entry.
+    pub(crate) fn with_state(&self, id: RegionId, state: RegionState) -> Option<Self> {
+        let index = self.entries.iter().position(|entry| entry.id == id)?;
+        let mut entries = self.entries.to_vec();
+        entries[index].state = state;
+        Some(Self::from_sorted(entries))
+    }
+
+    /// Whether `span` reaches into a region that is about to be unpinned.
+    pub(crate) fn is_retiring(&self, span: Span) -> bool {
+        let overlaps =
+            |region: &Region| region.start_addr() < span.end && span.start < region.end_addr();
+        !span.is_empty() && self.retiring.iter().any(overlaps)
     }
 
     fn from_sorted(entries: Vec<RegionEntry>) -> Self {
@@ -192,6 +243,11 @@ impl Snapshot {
             run_ends: run_ends.into(),
             reaches: reaches.into(),
             reachers: reachers.into(),
+            retiring: entries
+                .iter()
+                .filter(|entry| entry.state == RegionState::Retiring)
+                .map(|entry| entry.region)
+                .collect(),
             entries: entries.into(),
         }
     }

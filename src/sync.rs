@@ -16,9 +16,21 @@ pub(crate) use modelled::*;
 mod real {
     pub(crate) use std::cell::RefCell;
     pub(crate) use std::sync::Arc;
-    pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
+    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+    use std::thread;
+    use std::time::Duration;
 
     pub(crate) use arc_swap::{ArcSwap, Cache};
+
+    /// Waits a little before looking again, the `round`-th time: spins, then
+    /// lets other threads run, then sleeps, up to a millisecond.
+    pub(crate) fn pause(round: u32) {
+        match round {
+            0..64 => std::hint::spin_loop(),
+            64..256 => thread::yield_now(),
+            _ => thread::sleep(Duration::from_micros(u64::from(round.min(1_000)))),
+        }
+    }
 
     /// A `static` that is made at its first use.
     macro_rules! process_wide {
@@ -62,7 +74,12 @@ mod modelled {
 
     use loom::cell::UnsafeCell;
     use loom::sync::atomic::AtomicUsize;
-    pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
+    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+    /// Lets the other threads run: loom has no time to wait for.
+    pub(crate) fn pause(_round: u32) {
+        loom::thread::yield_now();
+    }
 
     macro_rules! process_wide {
         (static $name:ident: $type:ty = $init:expr;) => {
@@ -152,6 +169,11 @@ mod modelled {
     /// is an error unless their making happens-before the read.
     #[derive(Debug)]
     pub(crate) struct Arc<T>(loom::sync::Arc<UnsafeCell<T>>);
+
+    // SAFETY: as for `std`'s: all that is shared is a `&T`, and a `T` to drop.
+    unsafe impl<T: Send + Sync> Send for Arc<T> {}
+    // SAFETY: as above.
+    unsafe impl<T: Send + Sync> Sync for Arc<T> {}
 
     impl<T> Arc<T> {
         pub(crate) fn new(value: T) -> Self {

@@ -12,6 +12,11 @@
 //! | `Pinned` | enqueue, then wait for an event recorded right behind it |
 //! | `Seam`, `Mixed` | split at the boundaries (the driver refuses one copy across them), each part enqueued; one wait for all if any part is pinned |
 //!
+//! The copy runs in a read-side section (`src/section.rs`), so that no other
+//! thread pins or unpins the source between the question and the end. From
+//! memory that is about to be unpinned the device is not let read at all: the
+//! copy goes through the heap.
+//!
 //! On devices that read pageable memory directly, nothing is promised to be
 //! staged, and every source counts as pinned.
 //!
@@ -21,6 +26,7 @@
 //! over. That includes an error of the copy call itself, which may stem from
 //! earlier work and then says nothing about whether the copy was enqueued.
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,6 +43,9 @@ use super::pinned_buffer::PinnedBuffer;
 use super::wait::wait_or_abort;
 use crate::snapshot::Span;
 use crate::{Residency, global, reader};
+
+/// The largest piece that a copy from retiring memory allocates.
+const BOUNCE_BYTES: usize = 1 << 20;
 
 /// Makes host-to-device copies on one stream, sound for whatever borrowed
 /// slice they are given.
@@ -130,6 +139,9 @@ impl Copier {
         self.be_ready()?;
         let (dst_address, _written) = dst.device_ptr_mut(&self.stream);
         self.be_ready()?;
+        // From before the question until the device is done with the source:
+        // until this returns.
+        let _section = global().enter();
         let span = Span::of(src);
         let residency = reader::ask_global(|snapshot| snapshot.residency(span));
 
@@ -148,6 +160,13 @@ impl Copier {
         }
 
         let event = self.take_event()?;
+        if reader::ask_global(|snapshot| snapshot.is_retiring(span)) {
+            self.counts.bounced.add(1);
+            // SAFETY: `has_work` saw that the destination is long enough.
+            let copied = unsafe { self.copy_bounced(src, dst_address, &event) };
+            self.idle_events().push(event);
+            return copied;
+        }
         let started = Instant::now();
         // SAFETY: `src` is borrowed until this function returns, which is
         // after the wait; `has_work` saw that the destination is long enough.
@@ -218,6 +237,7 @@ impl Copier {
             guarded: self.counts.guarded.get(),
             split: self.counts.split.get(),
             owned: self.counts.owned.get(),
+            bounced: self.counts.bounced.get(),
             waited: Duration::from_nanos(self.counts.waited_ns.get()),
         }
     }
@@ -273,6 +293,54 @@ impl Copier {
                 )
             }?;
             start = end;
+        }
+        Ok(())
+    }
+
+    /// Copies through memory of the heap, a piece at a time, so that the device
+    /// does not read `src` itself.
+    ///
+    /// # Safety
+    ///
+    /// `dst` must hold as many bytes as `src`, and be usable on the stream.
+    unsafe fn copy_bounced<T>(
+        &self,
+        src: &[T],
+        dst: CUdeviceptr,
+        event: &Event,
+    ) -> Result<(), CudaError> {
+        let bytes = size_of_val(src);
+        let base = src.as_ptr().cast::<MaybeUninit<u8>>();
+        let mut piece = vec![MaybeUninit::<u8>::uninit(); bytes.min(BOUNCE_BYTES)];
+        let span = Span::of(&piece);
+        let (retiring, pinned) = reader::ask_global(|snapshot| {
+            let pinned = snapshot.residency(span) != Residency::Pageable;
+            (snapshot.is_retiring(span), pinned)
+        });
+        if retiring {
+            return Err(CudaError::NowhereToBounce);
+        }
+        for offset in (0..bytes).step_by(piece.len()) {
+            let length = piece.len().min(bytes - offset);
+            // SAFETY: `offset + length` is within `src`, and the piece, which
+            // is new, does not overlap it. Padding is copied as what it is.
+            unsafe { piece.as_mut_ptr().copy_from(base.add(offset), length) };
+            // SAFETY: the piece is not written again before the device has
+            // read it: the driver stages it, or it is waited for.
+            let enqueued = unsafe {
+                driver::copy_h2d(
+                    dst.wrapping_add(offset as CUdeviceptr),
+                    piece.as_ptr().cast(),
+                    length,
+                    &self.stream,
+                )
+            };
+            let waited = if pinned || self.reads_pageable_late {
+                wait_or_abort(event, &self.stream)
+            } else {
+                Ok(())
+            };
+            enqueued.and(waited)?;
         }
         Ok(())
     }
@@ -360,6 +428,9 @@ pub struct CopyStats {
     pub split: u64,
     /// Copies from a [`PinnedBuffer`] that keeps itself alive: no wait.
     pub owned: u64,
+    /// Copies from memory that was about to be unpinned, made through other
+    /// memory.
+    pub bounced: u64,
     /// Time spent in guarded copies.
     pub waited: Duration,
 }
@@ -370,6 +441,7 @@ struct Counts {
     guarded: Count,
     split: Count,
     owned: Count,
+    bounced: Count,
     waited_ns: Count,
 }
 

@@ -46,6 +46,10 @@ pub enum CudaError {
     /// address again at each launch of the graph, when a borrowed source may
     /// be long gone. Nothing was enqueued.
     StreamIsCapturing,
+    /// The source is memory that another thread is about to unpin, and so is
+    /// all memory that the allocator gives out to copy it through. Nothing was
+    /// enqueued; try again.
+    NowhereToBounce,
     /// A range of elements reaches past the end of the buffer it was taken
     /// from, or ends before it starts. Nothing was enqueued.
     RangeOutOfBounds {
@@ -130,6 +134,10 @@ impl fmt::Display for CudaError {
             Self::StreamIsCapturing => f.write_str(
                 "the stream is capturing a graph, which would read the host memory again at \
                  every launch: copy before the capture begins, or on another stream",
+            ),
+            Self::NowhereToBounce => f.write_str(
+                "the source is about to be unpinned, and so is the heap that the copy would go \
+                 through: try again",
             ),
             Self::RangeOutOfBounds { start, end, len } => write!(
                 f,

@@ -14,7 +14,7 @@ use cudarc::driver::{CudaContext, CudaStream, DeviceRepr, ValidAsZeroBits};
 use super::CudaError;
 use super::driver::{self, Event};
 use super::wait::{Waited, wait_for_event, wait_for_stream};
-use crate::snapshot::Owner;
+use crate::snapshot::{Owner, RegionState};
 use crate::{Region, RegionId, global};
 
 /// `CU_STREAM_PER_THREAD`.
@@ -157,7 +157,7 @@ impl<T: DeviceRepr + Copy> PinnedBuffer<T> {
         // left unused: memory that cannot be registered must not be copied.
         let region = Region::new(memory.as_ptr(), bytes).map_err(|_| too_large)?;
         // Registered before anybody can hold a slice of it.
-        buffer.registration = Some(global().register_for(Owner::Buffer, region));
+        buffer.registration = Some(global().register_for(Owner::Handle, RegionState::Live, region));
         buffer.memory = memory.cast();
         if !buffer.memory.is_aligned() {
             return Err(CudaError::Misaligned {
@@ -316,7 +316,7 @@ impl<T> Drop for PinnedBuffer<T> {
         match freed {
             // Unpinned first, unregistered then: in between, the answer
             // "pinned" is wrong to the safe side.
-            Ok(()) => global().unregister_buffer(registration),
+            Ok(()) => global().unregister_handles(registration),
             Err(error) => {
                 self.leak();
                 tracing::error!(

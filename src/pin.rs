@@ -1,0 +1,266 @@
+//! Pinning and unpinning of memory that other threads may be copying from:
+//! [`Registry::pin_with`] and [`Registration::unpin_with`]. The protocol is
+//! explained at the head of `section.rs`.
+
+use std::error::Error;
+use std::fmt;
+use std::time::Duration;
+
+use crate::region::{Region, RegionId};
+use crate::registry::Registry;
+use crate::section::GraceError;
+use crate::snapshot::{Owner, RegionState};
+use crate::sync::weakened;
+
+impl Registry {
+    /// Pins `region` through `pin`, which calls the driver, while other
+    /// threads may be copying from that memory in sections
+    /// ([`enter`](Self::enter); every copy of this crate is one).
+    ///
+    /// The region counts as pinned from before the driver call on. `pin` runs
+    /// once no copy is under way that was told otherwise.
+    ///
+    /// If `pin` panics, nobody knows what it did: the region stays registered.
+    ///
+    /// ```
+    /// use pinned_hosts::{Region, Registry};
+    ///
+    /// let registry = Registry::new();
+    /// let arena = vec![0u8; 4096];
+    /// let driver_pins = || Ok::<(), std::io::Error>(()); // cuMemHostRegister
+    /// let driver_unpins = || Ok::<(), std::io::Error>(()); // cuMemHostUnregister
+    ///
+    /// let registration = registry.pin_with(Region::of(&arena)?, driver_pins)?;
+    /// assert!(registry.is_pinned(&arena));
+    /// registration.unpin_with(driver_unpins)?;
+    /// assert!(!registry.is_pinned(&arena));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`PinError::Grace`] if this thread is inside a section;
+    /// [`PinError::Driver`] with the error of `pin`. The region is not
+    /// registered then.
+    pub fn pin_with<E>(
+        &self,
+        region: Region,
+        pin: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Registration<'_>, PinError<E>> {
+        self.pin(region, None, pin)
+    }
+
+    /// As [`pin_with`](Self::pin_with), waiting for other threads' copies for
+    /// at most about `limit`.
+    ///
+    /// # Errors
+    ///
+    /// Also [`PinError::Grace`] if that was not enough; `pin` did not run.
+    pub fn pin_within<E>(
+        &self,
+        limit: Duration,
+        region: Region,
+        pin: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Registration<'_>, PinError<E>> {
+        self.pin(region, Some(limit), pin)
+    }
+
+    fn pin<E>(
+        &self,
+        region: Region,
+        limit: Option<Duration>,
+        pin: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Registration<'_>, PinError<E>> {
+        weakened!("publish_after_pin" => {
+            pin().map_err(PinError::Driver)?;
+            let id = self.register_for(Owner::Handle, RegionState::Live, region);
+            return Ok(Registration { registry: self, id, region });
+        });
+        let id = self.register_for(Owner::Handle, RegionState::Pinning, region);
+        weakened!("no_grace_period_on_pin" => {
+            let pinned = pin();
+            self.set_state(id, RegionState::Live);
+            return match pinned {
+                Ok(()) => Ok(Registration { registry: self, id, region }),
+                Err(error) => Err(PinError::Driver(error)),
+            };
+        });
+        let pinned = match self.wait_for_sections(limit) {
+            Ok(()) => pin().map_err(PinError::Driver),
+            Err(error) => Err(PinError::Grace(error)),
+        };
+        match pinned {
+            Ok(()) => {
+                self.set_state(id, RegionState::Live);
+                Ok(Registration {
+                    registry: self,
+                    id,
+                    region,
+                })
+            }
+            Err(error) => {
+                weakened!("failed_pin_stays" => { return Err(error) });
+                self.unregister_handles(id);
+                Err(error)
+            }
+        }
+    }
+}
+
+/// Memory that [`Registry::pin_with`] has pinned.
+///
+/// It stays pinned, and registered, until [`unpin_with`](Self::unpin_with).
+/// Dropping this only forgets how to unpin it.
+#[must_use = "without it the memory stays pinned and registered for ever"]
+pub struct Registration<'r> {
+    registry: &'r Registry,
+    id: RegionId,
+    region: Region,
+}
+
+impl<'r> Registration<'r> {
+    /// The name of the entry.
+    #[must_use]
+    pub fn id(&self) -> RegionId {
+        self.id
+    }
+
+    /// The memory.
+    #[must_use]
+    pub fn region(&self) -> Region {
+        self.region
+    }
+
+    /// Unpins the memory through `unpin`, which calls the driver, while other
+    /// threads may be copying from it in sections.
+    ///
+    /// The region counts as pinned, and as
+    /// [retiring](crate::RegionState::Retiring), until after the driver call.
+    /// `unpin` runs once no copy is under way that may let the device read the
+    /// memory.
+    ///
+    /// If `unpin` panics, nobody knows what it did: the region stays
+    /// registered, as retiring.
+    ///
+    /// # Errors
+    ///
+    /// [`UnpinError`], which gives the registration back: the memory is still
+    /// pinned. Keep it from being freed.
+    pub fn unpin_with<E>(
+        self,
+        unpin: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), UnpinError<'r, E>> {
+        self.unpin(None, unpin)
+    }
+
+    /// As [`unpin_with`](Self::unpin_with), waiting for other threads' copies
+    /// for at most about `limit`.
+    ///
+    /// # Errors
+    ///
+    /// Also if that was not enough; `unpin` did not run.
+    pub fn unpin_within<E>(
+        self,
+        limit: Duration,
+        unpin: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), UnpinError<'r, E>> {
+        self.unpin(Some(limit), unpin)
+    }
+
+    fn unpin<E>(
+        self,
+        limit: Option<Duration>,
+        unpin: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), UnpinError<'r, E>> {
+        let retiring = RegionState::Retiring;
+        weakened!("retiring_skipped" => {
+            let _ = self.registry.wait_for_sections(limit);
+            return self.finish(unpin().map_err(PinError::Driver));
+        });
+        weakened!("retract_before_unpin" => {
+            self.registry.unregister_handles(self.id);
+            let _ = self.registry.wait_for_sections(limit);
+            return self.finish(unpin().map_err(PinError::Driver));
+        });
+        self.registry.set_state(self.id, retiring);
+        weakened!("no_grace_period_on_unpin" => {
+            return self.finish(unpin().map_err(PinError::Driver));
+        });
+        let unpinned = match self.registry.wait_for_sections(limit) {
+            Ok(()) => unpin().map_err(PinError::Driver),
+            Err(error) => Err(PinError::Grace(error)),
+        };
+        self.finish(unpinned)
+    }
+
+    fn finish<E>(self, unpinned: Result<(), PinError<E>>) -> Result<(), UnpinError<'r, E>> {
+        match unpinned {
+            Ok(()) => {
+                self.registry.unregister_handles(self.id);
+                Ok(())
+            }
+            Err(reason) => {
+                weakened!("failed_unpin_retracts" => {
+                    self.registry.unregister_handles(self.id);
+                });
+                self.registry.set_state(self.id, RegionState::Live);
+                Err(UnpinError {
+                    registration: self,
+                    reason,
+                })
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Registration<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registration")
+            .field("id", &self.id)
+            .field("region", &self.region)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Why memory was not pinned, or not unpinned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum PinError<E> {
+    /// The driver was not called: other threads' copies could not be waited
+    /// for.
+    Grace(GraceError),
+    /// What the closure that calls the driver returned.
+    Driver(E),
+}
+
+impl<E: fmt::Display> fmt::Display for PinError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Grace(error) => error.fmt(f),
+            Self::Driver(error) => error.fmt(f),
+        }
+    }
+}
+
+impl<E: fmt::Debug + fmt::Display> Error for PinError<E> {}
+
+/// The memory of a [`Registration`] is still pinned; here it is again.
+#[derive(Debug)]
+pub struct UnpinError<'r, E> {
+    /// To try again with.
+    pub registration: Registration<'r>,
+    /// Why it was not unpinned.
+    pub reason: PinError<E>,
+}
+
+impl<E: fmt::Display> fmt::Display for UnpinError<'_, E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} is still page-locked: {}",
+            self.registration.region, self.reason
+        )
+    }
+}
+
+impl<E: fmt::Debug + fmt::Display> Error for UnpinError<'_, E> {}
