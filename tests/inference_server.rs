@@ -2,64 +2,19 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod common;
+
 use std::path::PathBuf;
-use std::process::{Command, Output};
 
 use serde_json::Value;
 
-/// The example's binary, which cargo puts beside the folder of the tests.
-fn server() -> Command {
-    let test = std::env::current_exe().unwrap();
-    let profile = test.parent().and_then(|deps| deps.parent()).unwrap();
-    let server = profile.join("examples").join("inference_server");
-    assert!(
-        server.is_file(),
-        "no {}: build it with `cargo build --example inference_server`, which `cargo test` does \
-         unless told to run certain tests only",
-        server.display()
-    );
-    Command::new(server)
-}
+use common::example::{Example, count, text};
 
-fn run(arguments: &[&str]) -> Output {
-    server().args(arguments).output().unwrap()
-}
-
-/// Runs it on the simulated driver; returns the JSON and standard output.
-fn figures(name: &str, arguments: &[&str]) -> (Value, String) {
-    let json = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let output = server()
-        .args(["--driver", "simulated", "--json"])
-        .arg(&json)
-        .args(arguments)
-        .output()
-        .unwrap();
-    let (out, err) = (text(&output.stdout), text(&output.stderr));
-    assert_eq!(output.status.code(), Some(0), "{out}{err}");
-    let figures = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
-    (figures, out)
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).unwrap()
-}
-
-fn count(figures: &Value, key: &str) -> u64 {
-    figures[key]
-        .as_u64()
-        .unwrap_or_else(|| panic!("no count under {key}"))
-}
-
-fn refused(arguments: &[&str]) -> String {
-    let output = run(arguments);
-    assert_eq!(output.status.code(), Some(2), "{arguments:?}");
-    assert!(output.stdout.is_empty(), "it ran: {arguments:?}");
-    text(&output.stderr)
-}
+const SERVER: Example = Example("inference_server");
 
 #[test]
 fn a_guarded_run_is_sound() {
-    let (figures, out) = figures("guarded.json", &["--seconds", "1", "--streams", "3"]);
+    let (figures, out) = SERVER.figures("guarded.json", &["--seconds", "1", "--streams", "3"]);
     assert_eq!(figures["driver"], "simulated");
     assert_eq!(count(&figures, "streams"), 3);
     assert_eq!(count(&figures, "torn_transfers"), 0);
@@ -97,7 +52,7 @@ fn a_guarded_run_is_sound() {
 
 #[test]
 fn an_unguarded_run_shows_what_the_check_prevents() {
-    let (figures, out) = figures("unguarded.json", &["--seconds", "1", "--unguarded"]);
+    let (figures, out) = SERVER.figures("unguarded.json", &["--seconds", "1", "--unguarded"]);
     assert_eq!(figures["unguarded"], true);
     assert!(count(&figures, "pinned_sources") > 0);
     assert!(count(&figures, "torn_transfers") > 0);
@@ -117,7 +72,7 @@ fn digits(text: &str) -> String {
 
 #[test]
 fn the_shortest_run_makes_each_kind_of_copy_and_says_that_it_took_longer() {
-    let (figures, out) = figures("shortest.json", &["--seconds", "0.001", "--unguarded"]);
+    let (figures, out) = SERVER.figures("shortest.json", &["--seconds", "0.001", "--unguarded"]);
     assert_eq!(figures["lengthened"], true);
     assert!(out.contains("Ran longer than asked"), "{out}");
     assert!(count(&figures, "torn_transfers") > 0);
@@ -127,7 +82,8 @@ fn the_shortest_run_makes_each_kind_of_copy_and_says_that_it_took_longer() {
 
 /// What the shortest guarded run writes to standard error.
 fn warnings(arguments: &[&str]) -> Vec<String> {
-    let output = server()
+    let output = SERVER
+        .command()
         .args(["--driver", "simulated", "--seconds", "0.001"])
         .args(arguments)
         .output()
@@ -166,7 +122,8 @@ fn verbose_shows_the_warnings_in_full() {
 #[test]
 fn figures_for_standard_output_have_it_to_themselves() {
     let folder = tempfile::tempdir().unwrap();
-    let output = server()
+    let output = SERVER
+        .command()
         .args(["--driver", "simulated", "--seconds", "0.001", "--json", "-"])
         .current_dir(&folder)
         .output()
@@ -182,7 +139,8 @@ fn figures_for_standard_output_have_it_to_themselves() {
 #[cfg(target_os = "linux")]
 fn a_full_disk_behind_standard_output_is_an_error() {
     for json in [None, Some("-")] {
-        let output = server()
+        let output = SERVER
+            .command()
             .args(["--driver", "simulated", "--seconds", "0.001"])
             .args(json.map(|path| format!("--json={path}")))
             .stdout(std::fs::File::create("/dev/full").unwrap())
@@ -200,7 +158,8 @@ fn a_full_disk_behind_standard_output_is_an_error() {
 #[test]
 #[cfg(target_os = "linux")]
 fn warnings_that_cannot_be_written_fail_nothing() {
-    let output = server()
+    let output = SERVER
+        .command()
         .args(["--driver", "simulated", "--seconds", "0.001"])
         .stderr(std::fs::File::create("/dev/full").unwrap())
         .output()
@@ -214,7 +173,8 @@ fn warnings_that_cannot_be_written_fail_nothing() {
 fn a_reader_that_went_away_is_no_error() {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
-    let output = server()
+    let output = SERVER
+        .command()
         .args(["--driver", "simulated", "--seconds", "0.001"])
         .stdout(writer)
         .output()
@@ -226,17 +186,17 @@ fn a_reader_that_went_away_is_no_error() {
 
 #[test]
 fn it_says_its_version_and_that_short_runs_take_longer() {
-    let version = text(&run(&["--version"]).stdout);
+    let version = text(&SERVER.run(&["--version"]).stdout);
     assert_eq!(
         version.trim_end(),
         concat!("inference_server ", env!("CARGO_PKG_VERSION"))
     );
-    assert!(text(&run(&["--help"]).stdout).contains("at least 50 decode steps"));
+    assert!(text(&SERVER.run(&["--help"]).stdout).contains("at least 50 decode steps"));
 }
 
 #[test]
 fn a_pipe_gets_no_progress_bar() {
-    let output = run(&["--driver", "simulated", "--seconds", "0.3"]);
+    let output = SERVER.run(&["--driver", "simulated", "--seconds", "0.3"]);
     for stream in [output.stdout, output.stderr] {
         let shown = text(&stream);
         assert!(!shown.contains(['\u{1b}', '\r']), "{shown:?}");
@@ -247,7 +207,7 @@ fn a_pipe_gets_no_progress_bar() {
 fn the_file_that_was_there_is_replaced_whole() {
     let json = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("replaced.json");
     std::fs::write(&json, "x".repeat(100_000)).unwrap();
-    let (figures, _) = figures("replaced.json", &["--seconds", "0.001"]);
+    let (figures, _) = SERVER.figures("replaced.json", &["--seconds", "0.001"]);
     assert_eq!(count(&figures, "torn_transfers"), 0);
 }
 
@@ -255,13 +215,15 @@ fn the_file_that_was_there_is_replaced_whole() {
 fn numbers_out_of_range_are_refused_with_the_range() {
     for streams in ["0", "-1", "257", "99999999999", "four"] {
         assert!(
-            refused(&["--streams", streams]).contains("--streams"),
+            SERVER
+                .refused(&["--streams", streams])
+                .contains("--streams"),
             "{streams}"
         );
     }
-    assert!(refused(&["--streams", "0"]).contains("1..=256"));
+    assert!(SERVER.refused(&["--streams", "0"]).contains("1..=256"));
     for seconds in ["0", "-1", "NaN", "inf", "1e300", "86401", "five", ""] {
-        let message = refused(&["--seconds", seconds]);
+        let message = SERVER.refused(&["--seconds", seconds]);
         assert!(message.contains("number of seconds above 0"), "{message}");
     }
 }
@@ -269,18 +231,18 @@ fn numbers_out_of_range_are_refused_with_the_range() {
 #[test]
 fn a_file_that_cannot_be_written_is_refused_before_the_run() {
     for path in ["/no/such/folder/figures.json", env!("CARGO_TARGET_TMPDIR")] {
-        let message = refused(&["--driver", "simulated", "--json", path]);
+        let message = SERVER.refused(&["--driver", "simulated", "--json", path]);
         assert!(message.contains("name a file"), "{message}");
     }
 }
 
 #[test]
 fn a_real_device_is_never_run_unguarded() {
-    let message = refused(&["--unguarded", "--driver", "real"]);
+    let message = SERVER.refused(&["--unguarded", "--driver", "real"]);
     assert!(message.contains("--driver simulated"), "{message}");
 }
 
 #[test]
 fn unknown_arguments_are_refused_with_the_usage() {
-    assert!(refused(&["--stream", "2"]).contains("--help"));
+    assert!(SERVER.refused(&["--stream", "2"]).contains("--help"));
 }

@@ -3,12 +3,11 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::Parser;
 use clap::error::ErrorKind;
-use clap::{CommandFactory, Parser, ValueEnum};
 
+use crate::shared::args::{Choice, duration, refuse};
 use crate::step::ROUND;
-
-const LONGEST: f64 = 86_400.0;
 
 /// Runs the copies of an inference server, checked by `pinned-hosts`.
 ///
@@ -46,7 +45,7 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(crate) unguarded: bool,
 
-    /// Which CUDA driver to use.
+    /// Which CUDA driver to use. With --unguarded, 'auto' is 'simulated'.
     #[arg(long, value_enum, default_value_t = Choice::Auto)]
     pub(crate) driver: Choice,
 
@@ -55,24 +54,12 @@ pub(crate) struct Args {
     pub(crate) verbose: bool,
 }
 
-/// A wish for a driver.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Choice {
-    /// The real one if it has a device (but never for --unguarded), else the
-    /// simulated one.
-    Auto,
-    /// The installed driver.
-    Real,
-    /// The stand-in that comes with the tests; needs no GPU.
-    Simulated,
-}
-
 impl Args {
     /// Reads the command line; ends the process if it is wrong.
     pub(crate) fn read() -> Self {
         let args = Self::parse();
         if args.unguarded && args.driver == Choice::Real {
-            refuse(
+            refuse::<Self>(
                 ErrorKind::ArgumentConflict,
                 "--unguarded would let a real device read memory that has been freed or \
                  rewritten; run it with --driver simulated",
@@ -80,19 +67,4 @@ impl Args {
         }
         args
     }
-}
-
-/// Ends the process as for any other bad argument: with exit code 2.
-pub(crate) fn refuse(kind: ErrorKind, message: &str) -> ! {
-    Args::command().error(kind, message).exit()
-}
-
-fn duration(text: &str) -> Result<Duration, String> {
-    let advice = || format!("give a number of seconds above 0 and up to {LONGEST}");
-    let seconds: f64 = text.parse().map_err(|_| advice())?;
-    // Written so that NaN is refused too.
-    if !(seconds > 0.0 && seconds <= LONGEST) {
-        return Err(advice());
-    }
-    Duration::try_from_secs_f64(seconds).map_err(|_| advice())
 }

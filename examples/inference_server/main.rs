@@ -16,18 +16,17 @@
 
 mod arena;
 mod args;
-mod driver;
 mod figures;
 mod measure;
 mod mirror;
-mod output;
 mod path;
 mod pinner;
 mod progress;
 mod run;
+#[path = "../shared/mod.rs"]
+mod shared;
 mod step;
 mod table;
-mod warnings;
 
 use std::io::{self, Write as _};
 use std::process::ExitCode;
@@ -35,11 +34,12 @@ use std::process::ExitCode;
 use indicatif::HumanCount;
 
 use args::Args;
-use driver::Driver;
 use figures::Figures;
-use output::{Json, Output};
 use path::{Checked, Unchecked};
 use progress::Progress;
+use shared::driver::Driver;
+use shared::output::{self, Json, Output};
+use shared::warnings;
 use step::ROUND;
 
 fn main() -> ExitCode {
@@ -49,12 +49,12 @@ fn main() -> ExitCode {
         _ => Output::Stdout,
     };
     let progress = Progress::new(args.seconds);
-    warnings::show(args.verbose, &progress);
-    let driver = match Driver::choose(&args) {
+    warnings::show(args.verbose, progress.bar());
+    let driver = match Driver::choose::<Args>(args.driver, args.unguarded) {
         Ok(driver) => driver,
         Err(error) => return fail(&error),
     };
-    let json = args.json.as_deref().map(Json::open);
+    let json = args.json.as_deref().map(Json::open::<Args>);
     let figures = measure_run(&args, &driver, output, &progress);
     progress.end();
     match figures {

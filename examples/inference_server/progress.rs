@@ -1,25 +1,20 @@
-//! The progress bar, and log lines that do not get into its way.
+//! How far the run is.
 
-use std::io::{self, IsTerminal as _, Write};
 use std::time::Duration;
 
-use indicatif::{HumanCount, ProgressBar, ProgressStyle};
-use tracing_subscriber::fmt::MakeWriter;
+use indicatif::HumanCount;
 
-/// A bar on standard error if that is a terminal, else nothing.
-#[derive(Clone)]
-pub(crate) struct Progress(ProgressBar);
+use crate::shared::bar::Bar;
+
+pub(crate) struct Progress(Bar);
 
 impl Progress {
     pub(crate) fn new(duration: Duration) -> Self {
-        if !io::stderr().is_terminal() {
-            return Self(ProgressBar::hidden());
-        }
-        let bar = ProgressBar::new(milliseconds(duration));
-        if let Ok(style) = ProgressStyle::with_template("{wide_bar} {msg}") {
-            bar.set_style(style);
-        }
-        Self(bar)
+        Self(Bar::new(milliseconds(duration)))
+    }
+
+    pub(crate) fn bar(&self) -> &Bar {
+        &self.0
     }
 
     pub(crate) fn show(&self, passed: Duration, copies: u64, torn: Option<u64>) {
@@ -31,31 +26,11 @@ impl Progress {
         if let Some(torn) = torn {
             message += &format!("  {} torn", HumanCount(torn));
         }
-        self.0.set_message(message);
-        self.0.set_position(milliseconds(passed));
+        self.0.show(milliseconds(passed), message);
     }
 
     pub(crate) fn end(&self) {
-        self.0.finish_and_clear();
-    }
-}
-
-/// Writes log lines above the bar.
-impl Write for Progress {
-    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        self.0.suspend(|| io::stderr().write(line))
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        io::stderr().flush()
-    }
-}
-
-impl<'a> MakeWriter<'a> for Progress {
-    type Writer = Self;
-
-    fn make_writer(&'a self) -> Self {
-        self.clone()
+        self.0.end();
     }
 }
 

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow};
 use cudarc::driver::CudaContext;
 
-use crate::driver::Driver;
 use crate::measure::{Probe, Times};
 use crate::mirror::Checks;
 use crate::path::{CopyPath, Counts};
 use crate::pinner::pin_and_unpin;
 use crate::progress::Progress;
+use crate::shared::driver::Driver;
 use crate::step::{ROUND, Server, Shared};
 
 /// How often the progress is shown.

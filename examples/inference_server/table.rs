@@ -1,11 +1,11 @@
 //! The figures of a run, as a person reads them. Fits 80 columns, and the
 //! terminal if that has fewer.
 
-use comfy_table::{CellAlignment, Table, presets};
 use indicatif::HumanCount;
 
 use crate::figures::Figures;
 use crate::measure::{LOOKUPS, SOURCE_BYTES};
+use crate::shared::table::{self as shared, Row, count, time};
 
 /// The table for a terminal of so many columns, or for no terminal.
 pub(crate) fn table(figures: &Figures, columns: Option<usize>) -> String {
@@ -15,41 +15,8 @@ pub(crate) fn table(figures: &Figures, columns: Option<usize>) -> String {
     if !figures.unguarded {
         groups.push(times(figures));
     }
-    let whole = draw(&groups, true);
-    match columns {
-        Some(columns) if columns < width(&whole) => draw(&groups, false),
-        _ => whole,
-    }
+    shared::table(&groups, columns)
 }
-
-fn width(table: &str) -> usize {
-    // All of its characters are one column wide.
-    table
-        .lines()
-        .map(|line| line.chars().count())
-        .max()
-        .unwrap_or(0)
-}
-
-fn draw(groups: &[Vec<Row>], with_notes: bool) -> String {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED);
-    let cells = if with_notes { 3 } else { 2 };
-    for (number, group) in groups.iter().enumerate() {
-        if number > 0 {
-            table.add_row([""; 3].into_iter().take(cells));
-        }
-        for (what, figure, note) in group {
-            table.add_row([*what, figure, note].into_iter().take(cells));
-        }
-    }
-    if let Some(column) = table.column_mut(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table.to_string()
-}
-
-type Row = (&'static str, String, String);
 
 fn run(figures: &Figures) -> Vec<Row> {
     vec![
@@ -179,20 +146,4 @@ fn times(figures: &Figures) -> Vec<Row> {
             format!("likewise; checked / unchecked: {:.2}", checked / unchecked),
         ),
     ]
-}
-
-fn count(number: u64) -> String {
-    HumanCount(number).to_string()
-}
-
-/// With one decimal, or none where it would say nothing.
-fn time(nanoseconds: f64) -> String {
-    let (number, unit) = match nanoseconds {
-        ..1e3 => (nanoseconds, "ns"),
-        ..1e6 => (nanoseconds / 1e3, "µs"),
-        ..1e9 => (nanoseconds / 1e6, "ms"),
-        _ => (nanoseconds / 1e9, "s"),
-    };
-    let decimals = if number < 100.0 { 1 } else { 0 };
-    format!("{number:.decimals$} {unit}")
 }

@@ -1,6 +1,8 @@
 //! What the tests over the simulated driver share.
 #![allow(dead_code, reason = "each test file uses its own part of it")]
 
+pub(crate) mod example;
+
 use std::process::{Command, Output};
 use std::sync::Arc;
 

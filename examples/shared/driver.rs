@@ -3,11 +3,12 @@
 use std::mem;
 
 use anyhow::Context as _;
+use clap::CommandFactory;
 use clap::error::ErrorKind;
 use cuda_sim::{Counters, Session, Timing};
 use libloading::Library;
 
-use crate::args::{self, Args, Choice};
+use super::args::{Choice, refuse};
 
 /// What `cudarc` will call.
 pub(crate) enum Driver {
@@ -22,18 +23,19 @@ impl Driver {
     /// Chooses, and loads the simulated driver if that is the choice. Must
     /// come before the first call of `cudarc`, which looks for the driver once
     /// and then stays with what it found.
-    pub(crate) fn choose(args: &Args) -> anyhow::Result<Self> {
-        let real = match args.driver {
-            Choice::Real if !real_driver_has_a_device() => args::refuse(
+    ///
+    /// What a real device must not be given (`harmful`) goes to the simulated
+    /// one, unless the real one was asked for by name.
+    pub(crate) fn choose<A: CommandFactory>(choice: Choice, harmful: bool) -> anyhow::Result<Self> {
+        let real = match choice {
+            Choice::Real if !real_driver_has_a_device() => refuse::<A>(
                 ErrorKind::InvalidValue,
                 "there is no CUDA driver with a device here for '--driver real'; \
                  leave the option out to use the simulated one",
             ),
             Choice::Real => true,
             Choice::Simulated => false,
-            // The faults of an unguarded run are real corruption on a real
-            // device, so it never gets to see them.
-            Choice::Auto => !args.unguarded && real_driver_has_a_device(),
+            Choice::Auto => !harmful && real_driver_has_a_device(),
         };
         if real {
             return Ok(Self::Real);

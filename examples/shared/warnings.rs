@@ -1,4 +1,4 @@
-//! The crate's warnings, in the demo's words.
+//! The crate's warnings, in the examples' words.
 
 use std::fmt;
 
@@ -8,10 +8,10 @@ use tracing_subscriber::fmt::format::{Compact, Format, Writer};
 use tracing_subscriber::fmt::{self as log, FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-use crate::progress::Progress;
+use super::bar::Bar;
 
 /// Shows the crate's warnings from now on; `in_full` or in a short line each.
-pub(crate) fn show(in_full: bool, progress: &Progress) {
+pub(crate) fn show(in_full: bool, bar: &Bar) {
     log::fmt()
         // It would tell standard error, and panic if that is what failed.
         .log_internal_errors(false)
@@ -24,7 +24,7 @@ pub(crate) fn show(in_full: bool, progress: &Progress) {
                 .with_ansi(false),
         })
         .with_max_level(Level::WARN)
-        .with_writer(progress.clone())
+        .with_writer(bar.clone())
         .init();
 }
 

@@ -5,10 +5,11 @@ use std::io::{self, IsTerminal as _, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
+use clap::CommandFactory;
 use clap::error::ErrorKind;
+use serde::Serialize;
 
-use crate::args::refuse;
-use crate::figures::Figures;
+use super::args::refuse;
 
 /// A stream for text.
 #[derive(Clone, Copy)]
@@ -85,7 +86,7 @@ pub(crate) struct JsonFile {
 impl Json {
     /// Opens the file, if `path` is one; ends the process if that fails. What
     /// the file holds stays until there are figures to replace it.
-    pub(crate) fn open(path: &Path) -> Self {
+    pub(crate) fn open<A: CommandFactory>(path: &Path) -> Self {
         if is_stdout(path) {
             return Self::Stdout;
         }
@@ -101,7 +102,7 @@ impl Json {
                 path: path.to_owned(),
                 is_new,
             }),
-            Err(error) => refuse(
+            Err(error) => refuse::<A>(
                 ErrorKind::Io,
                 &format!(
                     "cannot write to '{}' for '--json': {error}; name a file in an existing \
@@ -112,7 +113,7 @@ impl Json {
         }
     }
 
-    pub(crate) fn write(self, figures: &Figures) -> anyhow::Result<()> {
+    pub(crate) fn write(self, figures: &impl Serialize) -> anyhow::Result<()> {
         let json =
             serde_json::to_string_pretty(figures).context("putting the figures into JSON")?;
         match self {
