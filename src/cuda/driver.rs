@@ -14,12 +14,13 @@ use cudarc::driver::sys::{self, CUdeviceptr};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 
 use super::CudaError;
+use crate::Region;
 
 /// Every driver function that this crate calls, by itself or through
 /// `cudarc` to open a context or explain an error. `cudarc` panics in the call
 /// if one is missing, which must not happen between a copy and the wait for
 /// it; so all are looked for before the first copy.
-const FUNCTIONS: [&CStr; 21] = [
+const FUNCTIONS: [&CStr; 23] = [
     c"cuCtxGetCurrent",
     c"cuCtxSetCurrent",
     c"cuCtxSynchronize",
@@ -37,6 +38,8 @@ const FUNCTIONS: [&CStr; 21] = [
     c"cuInit",
     c"cuMemFreeHost",
     c"cuMemHostAlloc",
+    c"cuMemHostRegister_v2",
+    c"cuMemHostUnregister",
     c"cuMemcpyHtoDAsync_v2",
     c"cuStreamIsCapturing",
     c"cuStreamSynchronize",
@@ -224,6 +227,44 @@ pub(super) unsafe fn free_host(
     unsafe { sys::cuMemFreeHost(memory.as_ptr().cast()) }
         .result()
         .map_err(CudaError::driver("cuMemFreeHost"))
+}
+
+/// Page-locks `bytes` where they are.
+///
+/// # Safety
+///
+/// The memory must stay allocated or mapped until it was unregistered again,
+/// and the context until then too.
+pub(super) unsafe fn register_host(
+    context: &CudaContext,
+    bytes: &[u8],
+    flags: u32,
+) -> Result<(), CudaError> {
+    make_current(context)?;
+    let _outside = OutsideOfCaptures::enter();
+    let base = bytes.as_ptr().cast_mut().cast::<c_void>();
+    // SAFETY: the caller's promise. The driver does not write the memory.
+    unsafe { sys::cuMemHostRegister_v2(base, bytes.len(), flags) }
+        .result()
+        .map_err(CudaError::driver("cuMemHostRegister"))
+}
+
+/// Unpins `region`, which [`register_host`] has page-locked as it is.
+///
+/// # Safety
+///
+/// No transfer may be reading the memory. The driver is not documented to wait
+/// for those in flight.
+pub(super) unsafe fn unregister_host(
+    context: &CudaContext,
+    region: Region,
+) -> Result<(), CudaError> {
+    make_current(context)?;
+    let _outside = OutsideOfCaptures::enter();
+    // SAFETY: the caller's promise.
+    unsafe { sys::cuMemHostUnregister(region.base().cast_mut().cast()) }
+        .result()
+        .map_err(CudaError::driver("cuMemHostUnregister"))
 }
 
 /// An event of this crate's own: its calls are never skipped because of an

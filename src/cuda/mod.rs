@@ -4,6 +4,8 @@
 //!   to be page-locked, it waits for the device.
 //! - [`PinnedBuffer`] is page-locked memory that is registered while it lives.
 //!   [`Copier::copy_h2d_from`] copies from it without a wait.
+//! - [`HostRegistration`] page-locks memory that exists, such as a mapped file,
+//!   while copies from it are running.
 //! - [`context`] opens a device, with an error instead of a panic where no
 //!   driver is installed.
 //!
@@ -36,13 +38,20 @@
 pub use cudarc;
 
 mod call_site;
+mod chunks;
 mod copier;
 mod driver;
 mod error;
+mod host_memory;
+mod host_registration;
 mod pinned_buffer;
+mod registration_error;
 mod wait;
 
 pub use copier::{Copier, CopyStats};
 pub use driver::context;
 pub use error::CudaError;
+pub use host_memory::HostMemory;
+pub use host_registration::{HostRegistration, Progress, RegisterOptions};
 pub use pinned_buffer::PinnedBuffer;
+pub use registration_error::{RegisterError, RegisterFailure, UnregisterError, UnregisterFailure};

@@ -1,0 +1,428 @@
+//! [`HostRegistration`]: memory that exists, page-locked where it is, while
+//! other threads copy from it.
+
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::process;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cudarc::driver::CudaContext;
+use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
+
+use super::host_memory::HostMemory;
+use super::registration_error::{
+    RegisterError, RegisterFailure, UnregisterError, UnregisterFailure,
+};
+use super::{chunks, driver};
+use crate::snapshot::Span;
+use crate::{PinError, Region, Registration, global, reader};
+
+/// Memory that is page-locked where it is, in the process-wide registry while
+/// it is.
+///
+/// Made for what exists and is in use: a memory-mapped file of weights, a
+/// cache. Page-locking costs about 0.3 to 1 ms per MB, so the memory is
+/// page-locked chunk by chunk, each usable as soon as it is done, while other
+/// threads copy from any part of it through a [`Copier`](super::Copier). Their
+/// copies are waited for where they have to be, before a chunk is page-locked
+/// and before it is unpinned.
+///
+/// It owns the memory, and reads as bytes. Put an `Arc` of it in, to share it
+/// with threads that copy from it. A copy across the boundary of two chunks is
+/// made in two parts; [`RegisterOptions`] says where boundaries fall.
+///
+/// Dropping waits for copies and unpins. If it cannot, the memory is leaked,
+/// not freed, and stays registered; an error is logged. To be told instead,
+/// and to have the memory back, call [`unregister`](Self::unregister).
+///
+/// # Examples
+///
+/// ```no_run
+/// use std::sync::Arc;
+///
+/// use pinned_hosts::cuda::{self, Copier, HostRegistration};
+///
+/// let context = cuda::context(0)?;
+/// let copier = Copier::new(&context.new_stream()?)?;
+/// let mut on_device = copier.stream().alloc_zeros::<u8>(1 << 20)?;
+///
+/// let weights: Arc<[u8]> = vec![7; 1 << 30].into();
+/// let pinning = std::thread::spawn({
+///     let weights = Arc::clone(&weights);
+///     move || HostRegistration::new(&context, weights)
+/// });
+/// // Meanwhile:
+/// copier.copy_h2d_async(&weights[..1 << 20], &mut on_device)?;
+///
+/// match pinning.join().unwrap() {
+///     Ok(registration) => drop(registration.unregister()?),
+///     Err(error) => eprintln!("copying from pageable memory: {error}"),
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct HostRegistration<B: HostMemory> {
+    /// Not dropped if the memory may still be page-locked.
+    parts: ManuallyDrop<Parts<B>>,
+}
+
+/// What a registration is made of. Dropping it unpins nothing.
+struct Parts<B> {
+    /// The chunks that are page-locked, in order.
+    chunks: Vec<Registration<'static>>,
+    backing: B,
+    /// Held, since a registration goes with its context.
+    context: Arc<CudaContext>,
+    grace_limit: Option<Duration>,
+    /// The process that pinned the memory. A child after `fork` has a copy of
+    /// this, but not of the pinning: it must neither unpin nor free.
+    owner: u32,
+}
+
+impl<B: HostMemory> HostRegistration<B> {
+    /// Page-locks `backing`, with the default [`RegisterOptions`].
+    ///
+    /// # Errors
+    ///
+    /// As [`with_options`](Self::with_options).
+    pub fn new(context: &Arc<CudaContext>, backing: B) -> Result<Self, RegisterError<B>> {
+        Self::with_options(context, backing, RegisterOptions::default())
+    }
+
+    /// Page-locks `backing`, chunk by chunk. Memory of no bytes is left alone.
+    ///
+    /// The memory is usable from every context (`PORTABLE`).
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError`], which says why and gives the memory back: it is as
+    /// it was, to be copied from as pageable memory. If any chunk fails, those
+    /// before it are unpinned.
+    ///
+    /// # Panics
+    ///
+    /// Only with a panic of the progress function. What was page-locked is
+    /// unpinned.
+    pub fn with_options(
+        context: &Arc<CudaContext>,
+        backing: B,
+        mut options: RegisterOptions<'_>,
+    ) -> Result<Self, RegisterError<B>> {
+        let mut registration = Self {
+            parts: ManuallyDrop::new(Parts {
+                chunks: Vec::new(),
+                backing,
+                context: Arc::clone(context),
+                grace_limit: options.grace_limit,
+                owner: process::id(),
+            }),
+        };
+        match registration.parts.pin(&mut options) {
+            Ok(()) => Ok(registration),
+            Err(reason) => Err(RegisterError {
+                backing: registration.take_back(),
+                reason,
+            }),
+        }
+    }
+
+    /// The page-locked bytes.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        self.parts.backing.as_bytes()
+    }
+
+    /// The memory's owner.
+    #[must_use]
+    pub fn backing(&self) -> &B {
+        &self.parts.backing
+    }
+
+    /// The chunks that are page-locked, by address: all of the memory, except
+    /// after an [`UnregisterError`].
+    pub fn chunks(&self) -> impl ExactSizeIterator<Item = Region> {
+        self.parts.chunks.iter().map(Registration::region)
+    }
+
+    /// Waits for copies from the memory, unpins it, and gives it back.
+    ///
+    /// # Errors
+    ///
+    /// [`UnregisterError`], which gives the registration back.
+    pub fn unregister(self) -> Result<B, UnregisterError<B>> {
+        let mut parts = self.into_parts();
+        let limit = parts.grace_limit;
+        match parts.unpin(limit) {
+            Ok(()) => Ok(parts.backing),
+            Err(reason) => Err(UnregisterError {
+                registration: Self {
+                    parts: ManuallyDrop::new(parts),
+                },
+                reason,
+            }),
+        }
+    }
+
+    fn into_parts(self) -> Parts<B> {
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: `this` is not used again, nor dropped.
+        unsafe { ManuallyDrop::take(&mut this.parts) }
+    }
+
+    /// Unpins what was page-locked before an error; `None`, and the memory is
+    /// leaked, if that fails too.
+    fn take_back(self) -> Option<B> {
+        let mut parts = ManuallyDrop::new(self.into_parts());
+        match parts.unpin(None) {
+            // SAFETY: `parts` is not used again, nor dropped.
+            Ok(()) => Some(unsafe { ManuallyDrop::take(&mut parts) }.backing),
+            Err(error) => {
+                parts.report_leak(&error);
+                None
+            }
+        }
+    }
+}
+
+impl<B: HostMemory> Parts<B> {
+    fn pin(&mut self, options: &mut RegisterOptions<'_>) -> Result<(), RegisterFailure> {
+        let (chunk_bytes, element_bytes) = options.sizes()?;
+        let bytes = self.backing.as_bytes();
+        let Ok(whole) = Region::of(bytes) else {
+            return Ok(());
+        };
+        driver::require().map_err(RegisterFailure::Driver)?;
+        if let Some(registered) =
+            reader::ask_global(|snapshot| snapshot.first_region(Span::of(bytes)))
+        {
+            return Err(RegisterFailure::Overlaps {
+                region: whole,
+                registered,
+            });
+        }
+        let flags = flags(&self.context, self.backing.is_read_only())?;
+
+        let mut pinned_bytes = 0;
+        for range in chunks::cut(
+            bytes.as_ptr().addr(),
+            bytes.len(),
+            chunk_bytes,
+            element_bytes,
+        ) {
+            let bytes = &bytes[range];
+            let Ok(chunk) = Region::of(bytes) else {
+                continue;
+            };
+            // SAFETY: `self` owns the memory, and is neither dropped nor gives
+            // it back before it was unpinned (`HostRegistration`'s drop,
+            // `unregister`, `take_back`).
+            let pin = || unsafe { driver::register_host(&self.context, bytes, flags) };
+            let pinned = match self.grace_limit {
+                Some(limit) => global().pin_within(limit, chunk, pin),
+                None => global().pin_with(chunk, pin),
+            };
+            let registration =
+                pinned.map_err(|error| RegisterFailure::of_pin(error, chunk, pinned_bytes))?;
+            self.chunks.push(registration);
+            pinned_bytes += bytes.len();
+            if let Some(progress) = &mut options.progress {
+                progress(Progress {
+                    pinned_bytes,
+                    total_bytes: whole.len(),
+                    chunk,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Unpins all chunks, or all that can be: the others stay, with the first
+    /// error.
+    fn unpin(&mut self, limit: Option<Duration>) -> Result<(), UnregisterFailure> {
+        if self.chunks.is_empty() {
+            return Ok(());
+        }
+        if process::id() != self.owner {
+            return Err(UnregisterFailure::ForkedChild);
+        }
+        let mut result = Ok(());
+        let mut stuck = Vec::new();
+        while let Some(chunk) = self.chunks.pop() {
+            let region = chunk.region();
+            // SAFETY: of this crate's copies none reads the chunk any more
+            // (the grace period), and all that the memory is lent to are over.
+            let unpin = || unsafe { driver::unregister_host(&self.context, region) };
+            let unpinned = match limit {
+                Some(limit) => chunk.unpin_within(limit, unpin),
+                None => chunk.unpin_with(unpin),
+            };
+            let Err(error) = unpinned else {
+                continue;
+            };
+            stuck.push(error.registration);
+            let hopeless = matches!(error.reason, PinError::Grace(_));
+            result = result.and(Err(UnregisterFailure::of_unpin(error.reason, region)));
+            if hopeless {
+                break;
+            }
+        }
+        self.chunks.extend(stuck.into_iter().rev());
+        result
+    }
+
+    fn report_leak(&self, error: &UnregisterFailure) {
+        tracing::error!(
+            %error,
+            chunks = self.chunks.len(),
+            bytes = self.backing.as_bytes().len(),
+            "page-locked memory could not be unpinned and is leaked; it stays registered"
+        );
+    }
+}
+
+/// The flags to page-lock with.
+fn flags(context: &CudaContext, read_only: bool) -> Result<u32, RegisterFailure> {
+    if !read_only {
+        return Ok(sys::CU_MEMHOSTREGISTER_PORTABLE);
+    }
+    let supported = driver::attribute(
+        context,
+        Attribute::CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED,
+    )
+    .map_err(RegisterFailure::Driver)?;
+    if supported == 0 {
+        return Err(RegisterFailure::ReadOnly);
+    }
+    Ok(sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_READ_ONLY)
+}
+
+impl<B: HostMemory> Drop for HostRegistration<B> {
+    fn drop(&mut self) {
+        // All is leaked in a forked child, in silence: nothing went wrong.
+        if process::id() != self.parts.owner {
+            return;
+        }
+        match self.parts.unpin(None) {
+            // SAFETY: dropped once, here, and not used afterwards.
+            Ok(()) => unsafe { ManuallyDrop::drop(&mut self.parts) },
+            Err(error) => self.parts.report_leak(&error),
+        }
+    }
+}
+
+impl<B: HostMemory> fmt::Debug for HostRegistration<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostRegistration")
+            .field("bytes", &self.as_bytes().len())
+            .field("chunks", &self.parts.chunks)
+            .finish_non_exhaustive()
+    }
+}
+
+/// How memory is page-locked.
+///
+/// ```
+/// use std::time::Duration;
+/// use pinned_hosts::cuda::{Progress, RegisterOptions};
+///
+/// let mut show = |progress: Progress| {
+///     eprintln!("{} of {} bytes", progress.pinned_bytes, progress.total_bytes);
+/// };
+/// let options = RegisterOptions::default()
+///     .chunk_bytes(16 << 20)
+///     .grace_limit(Duration::from_secs(10))
+///     .progress(&mut show);
+/// ```
+#[must_use]
+pub struct RegisterOptions<'a> {
+    chunk_bytes: usize,
+    element_bytes: usize,
+    grace_limit: Option<Duration>,
+    progress: Option<&'a mut (dyn FnMut(Progress) + 'a)>,
+}
+
+impl Default for RegisterOptions<'_> {
+    /// Chunks of 64 MiB, elements of 16 bytes, no limit, and no progress.
+    fn default() -> Self {
+        Self {
+            chunk_bytes: 64 << 20,
+            element_bytes: 16,
+            grace_limit: None,
+            progress: None,
+        }
+    }
+}
+
+impl<'a> RegisterOptions<'a> {
+    /// How many bytes to page-lock in one driver call, at most: 64 MiB, which
+    /// is some tens of milliseconds, if not set. More than 256 GiB count as
+    /// 256 GiB (the driver refuses 512 GiB).
+    ///
+    /// Chunks are shortened to end between elements, and on pages where that
+    /// is possible too. A chunk has at least one element.
+    pub fn chunk_bytes(mut self, bytes: usize) -> Self {
+        self.chunk_bytes = bytes;
+        self
+    }
+
+    /// The size of what must not be cut, counted from the beginning of the
+    /// memory: 16 bytes if not set, the largest of common element types, and
+    /// a divisor of the page size, so that it costs nothing.
+    ///
+    /// Copies of whole elements in different chunks are made in parts, and
+    /// each part has whole elements.
+    pub fn element_bytes(mut self, bytes: usize) -> Self {
+        self.element_bytes = bytes;
+        self
+    }
+
+    /// How long to wait, at most, for the copies of other threads: before
+    /// each chunk is page-locked, and in
+    /// [`unregister`](HostRegistration::unregister) before each is unpinned.
+    /// As long as it takes, if not set. (Dropping waits as long as it takes.)
+    pub fn grace_limit(mut self, limit: Duration) -> Self {
+        self.grace_limit = Some(limit);
+        self
+    }
+
+    /// A function to call after each chunk, on the same thread. The chunk is
+    /// page-locked, and in use by copies, from before the call.
+    pub fn progress(mut self, progress: &'a mut (dyn FnMut(Progress) + 'a)) -> Self {
+        self.progress = Some(progress);
+        self
+    }
+
+    fn sizes(&self) -> Result<(usize, usize), RegisterFailure> {
+        if self.chunk_bytes == 0 {
+            return Err(RegisterFailure::ZeroChunk);
+        }
+        if self.element_bytes == 0 || self.element_bytes > chunks::LARGEST {
+            return Err(RegisterFailure::ElementSize {
+                bytes: self.element_bytes,
+            });
+        }
+        Ok((self.chunk_bytes, self.element_bytes))
+    }
+}
+
+impl fmt::Debug for RegisterOptions<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RegisterOptions")
+            .field("chunk_bytes", &self.chunk_bytes)
+            .field("element_bytes", &self.element_bytes)
+            .field("grace_limit", &self.grace_limit)
+            .finish_non_exhaustive()
+    }
+}
+
+/// How far memory is page-locked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Progress {
+    /// How much is page-locked.
+    pub pinned_bytes: usize,
+    /// How much there is.
+    pub total_bytes: usize,
+    /// The chunk that was page-locked last.
+    pub chunk: Region,
+}
