@@ -172,16 +172,18 @@ fn with_it_the_driver_is_called_once_the_copy_is_over() {
                 .unregister()
                 .unwrap()
         });
-        // It has published, and waits.
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while residency(&source) == Residency::Pageable {
-            assert!(Instant::now() < deadline, "nothing is published");
+        // It publishes, and then it waits. Asserted at the end: before, a
+        // failure would leave the copy waiting.
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while residency(&source) == Residency::Pageable && Instant::now() < deadline {
             thread::yield_now();
         }
+        let published = residency(&source);
         thread::sleep(Duration::from_millis(50));
-        assert_eq!(rig.sim.calls("cuMemHostRegister_v2"), 0);
+        let driver_calls = rig.sim.calls("cuMemHostRegister_v2");
         go_on.wait();
         copying.join().unwrap();
+        assert_eq!((published, driver_calls), (Residency::Pinned, 0));
         pinning.join().unwrap();
     });
     assert_eq!(rig.counters().staged_copies, 1);

@@ -116,6 +116,14 @@ mod tests {
     }
 
     #[test]
+    fn large_pages_are_heeded_where_a_chunk_has_room_for_them() {
+        let (base, large) = (33 * PAGE, PAGES[0]);
+        let chunks = lengths(base, 3 * large, large, 16);
+        assert_eq!(chunks, [large - PAGE, large, large, PAGE]);
+        assert_eq!(lengths(base, large, large / 2, 16), [large / 2; 2]);
+    }
+
+    #[test]
     fn elements_are_not_cut_even_where_none_begins_on_a_page() {
         let base = 8 * PAGE + 8;
         assert_eq!(lengths(base, 2 * PAGE, PAGE, 16), [PAGE, PAGE]);
