@@ -39,7 +39,7 @@ use path::{Checked, Unchecked};
 use progress::Progress;
 use shared::driver::Driver;
 use shared::output::{self, Json, Output};
-use shared::warnings;
+use shared::warnings::{self, Waits};
 use step::ROUND;
 
 fn main() -> ExitCode {
@@ -49,7 +49,12 @@ fn main() -> ExitCode {
         _ => Output::Stdout,
     };
     let progress = Progress::new(args.seconds);
-    warnings::show(args.verbose, progress.bar());
+    let waits = if args.verbose {
+        Waits::InFull
+    } else {
+        Waits::InShort
+    };
+    warnings::show(waits, progress.bar());
     let driver = match Driver::choose::<Args>(args.driver, args.unguarded) {
         Ok(driver) => driver,
         Err(error) => return fail(&error),

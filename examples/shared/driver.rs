@@ -56,6 +56,10 @@ impl Driver {
         }
     }
 
+    pub(crate) fn is_simulated(&self) -> bool {
+        matches!(self, Self::Simulated(_))
+    }
+
     /// What the driver counted so far; a real one does not count.
     pub(crate) fn counters(&self) -> Option<Counters> {
         match self {

@@ -5,6 +5,7 @@
 pub(crate) mod args;
 pub(crate) mod bar;
 pub(crate) mod driver;
+pub(crate) mod numbers;
 pub(crate) mod output;
 pub(crate) mod table;
 pub(crate) mod warnings;

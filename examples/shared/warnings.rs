@@ -10,13 +10,23 @@ use tracing_subscriber::registry::LookupSpan;
 
 use super::bar::Bar;
 
-/// Shows the crate's warnings from now on; `in_full` or in a short line each.
-pub(crate) fn show(in_full: bool, bar: &Bar) {
+/// What to show of the warnings that a copy waited.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Waits {
+    InFull,
+    /// In a line that fits 80 columns.
+    InShort,
+    /// For a program whose copies are meant to wait.
+    Hidden,
+}
+
+/// Shows the crate's warnings and errors from now on.
+pub(crate) fn show(waits: Waits, bar: &Bar) {
     log::fmt()
         // It would tell standard error, and panic if that is what failed.
         .log_internal_errors(false)
         .event_format(Lines {
-            in_full,
+            waits,
             full: log::format()
                 .compact()
                 .without_time()
@@ -29,7 +39,7 @@ pub(crate) fn show(in_full: bool, bar: &Bar) {
 }
 
 struct Lines {
-    in_full: bool,
+    waits: Waits,
     full: Format<Compact, ()>,
 }
 
@@ -47,8 +57,8 @@ where
         let mut wait = Wait::default();
         event.record(&mut wait);
         match (wait.site, wait.residency, wait.cost) {
-            // Fits 80 columns.
-            (Some(site), Some(residency), Some(cost)) if !self.in_full => {
+            (Some(_), Some(_), Some(_)) if self.waits == Waits::Hidden => Ok(()),
+            (Some(site), Some(residency), Some(cost)) if self.waits == Waits::InShort => {
                 writeln!(writer, "warn: {site} waited {cost} ({residency})")
             }
             _ => self.full.format_event(context, writer, event),
@@ -71,6 +81,7 @@ impl Visit for Wait {
             "residency" => {
                 self.residency = Some(match format!("{value:?}").as_str() {
                     "Pinned" => "pinned",
+                    "Seam" => "pinned in two regions",
                     "Mixed" => "pinned in part",
                     _ => "pageable",
                 });
