@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream};
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, CudaViewMut};
 use indicatif::BinaryBytes;
 use pinned_hosts::Region;
 use pinned_hosts::cuda::Copier;
@@ -21,8 +21,10 @@ use crate::weights::Weights;
 /// or to unpin.
 pub(crate) const PIECE: usize = 2 << 20;
 
-/// Every so many pieces, one is copied from private memory, if at all.
+/// Every so many pieces, one is copied from private memory, if at all,
 const PRIVATE_EVERY: u64 = 4;
+/// and in many small copies: they are what pinning may come between.
+const PRIVATE_PIECE: usize = 64 << 10;
 
 /// How often the progress is shown.
 const TICK: Duration = Duration::from_millis(50);
@@ -169,6 +171,7 @@ struct Worker {
     /// Never freed: if waiting for the device fails, it may still write here.
     read_back: &'static mut [u8],
     scratch: Option<Scratch>,
+    pieces: u64,
     copies: u64,
     private_copies: u64,
 }
@@ -181,7 +184,8 @@ impl Worker {
         Ok(Self {
             copier: Copier::new(&stream)?,
             read_back: vec![0; PIECE].leak(),
-            scratch: private.then(|| Scratch::new(PIECE, number.into())),
+            scratch: private.then(|| Scratch::new(PRIVATE_PIECE, number.into())),
+            pieces: 0,
             copies: 0,
             private_copies: 0,
         })
@@ -195,19 +199,22 @@ impl Worker {
     ) -> anyhow::Result<()> {
         let mut start = 0;
         for piece in tensor.chunks(PIECE) {
-            let mut target = on_device.slice_mut(start..start + piece.len());
-            self.copies += 1;
+            let end = start + piece.len();
+            let mut target = on_device.slice_mut(start..end);
+            self.pieces += 1;
             match &mut self.scratch {
-                Some(scratch) if self.copies.is_multiple_of(PRIVATE_EVERY) => {
-                    self.private_copies += 1;
-                    scratch.lend(piece, |private| {
-                        self.copier.copy_h2d_async(private, &mut target)
-                    })?;
+                Some(scratch) if self.pieces.is_multiple_of(PRIVATE_EVERY) => {
+                    let copies = copy_privately(&self.copier, scratch, piece, &mut target)?;
+                    self.copies += copies;
+                    self.private_copies += copies;
                 }
-                _ => self.copier.copy_h2d_async(piece, &mut target)?,
+                _ => {
+                    self.copier.copy_h2d_async(piece, &mut target)?;
+                    self.copies += 1;
+                }
             }
-            start += piece.len();
             progress.copied(piece.len());
+            start = end;
         }
         Ok(())
     }
@@ -233,6 +240,25 @@ impl Worker {
         }
         Ok(true)
     }
+}
+
+/// Copies `piece` from private copies of its parts. Returns how many.
+fn copy_privately(
+    copier: &Copier,
+    scratch: &mut Scratch,
+    piece: &[u8],
+    on_device: &mut CudaViewMut<'_, u8>,
+) -> anyhow::Result<u64> {
+    let mut start = 0;
+    let mut copies = 0;
+    for part in piece.chunks(PRIVATE_PIECE) {
+        let end = start + part.len();
+        let mut target = on_device.slice_mut(start..end);
+        scratch.lend(part, |private| copier.copy_h2d_async(private, &mut target))?;
+        copies += 1;
+        start = end;
+    }
+    Ok(copies)
 }
 
 /// Lets each worker work on a thread of its own, and shows the progress. The
