@@ -2,7 +2,7 @@
 //!
 //! Each weakens one ordering or leaves out one step, by name, in a build for
 //! the models only: `weakened!` in `src/`, [`is_asked_for`] in `debt.rs`. For
-//! each the runner asks the models named here, at the bound that everything is
+//! each the runner asks the models named here, at the bound that they are
 //! explored at, and wants every one of them to fail with the reason named.
 
 use std::sync::OnceLock;
@@ -159,6 +159,60 @@ pub(crate) const FAULTS: &[Fault] = &[
         what: "a lookup after the thread's reader is gone knows of nothing",
         found_by: &["a_lookup_in_a_destructor_is_right"],
         reason: "a lookup in a destructor missed a registration",
+    },
+    Fault {
+        name: "no_grace_period_on_pin",
+        what: "the driver pins without a grace period after the publish",
+        found_by: &["pin_against_copy"],
+        reason: "found pageable, and read late",
+    },
+    Fault {
+        name: "publish_after_pin",
+        what: "memory is published once the driver has pinned it",
+        found_by: &["pin_against_copy"],
+        reason: "found pageable, and read late",
+    },
+    Fault {
+        name: "no_grace_period_on_unpin",
+        what: "the driver unpins without a grace period after the publish",
+        found_by: &["unpin_against_copy"],
+        reason: "while the device reads it",
+    },
+    Fault {
+        name: "retiring_skipped",
+        what: "copies that begin while memory is being unpinned still let the device read it",
+        found_by: &["unpin_against_copy"],
+        reason: "while the device reads it",
+    },
+    Fault {
+        name: "retract_before_unpin",
+        what: "memory is retracted before the driver has unpinned it",
+        found_by: &["unpin_against_copy"],
+        reason: "found pageable, and read late",
+    },
+    Fault {
+        name: "lookup_before_section",
+        what: "(in the models' copy) the source is looked up before the section is entered",
+        found_by: &["pin_against_copy", "pin_unpin_against_copy"],
+        reason: "found pageable, and read late",
+    },
+    Fault {
+        name: "inner_section_ends_outer",
+        what: "(in the models' copy) the copy is made after the outer section has ended",
+        found_by: &["nested_sections"],
+        reason: "found pageable, and read late",
+    },
+    Fault {
+        name: "failed_pin_stays",
+        what: "memory that the driver refused to pin stays registered",
+        found_by: &["a_pin_that_fails", "two_pinners_of_one_range"],
+        reason: "a refused pin stays registered|more than one entry",
+    },
+    Fault {
+        name: "failed_unpin_retracts",
+        what: "memory that the driver failed to unpin is retracted",
+        found_by: &["an_unpin_that_fails"],
+        reason: "pinned, and not registered|found pageable, and read late",
     },
     Fault {
         name: "debt_reader_without_fence",

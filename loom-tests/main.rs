@@ -20,6 +20,8 @@ mod model;
 #[cfg(loom)]
 mod runner;
 #[cfg(loom)]
+mod sections;
+#[cfg(loom)]
 mod snapshots;
 #[cfg(loom)]
 mod threads;

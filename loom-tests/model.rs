@@ -20,7 +20,8 @@ pub(crate) struct Model {
     /// What has to be seen in some execution each. A model in which the
     /// reader never met the writer would show nothing.
     pub(crate) outcomes: &'static [&'static str],
-    /// The furthest bound that ends in reasonable time.
+    /// The furthest bound that ends in reasonable time: it is not explored
+    /// further, whatever is asked for.
     pub(crate) furthest: Bound,
     pub(crate) body: fn(&'static Witness),
 }
@@ -48,6 +49,14 @@ pub(crate) struct Explored {
 }
 
 impl Model {
+    /// `bound`, or the furthest one if that is nearer.
+    pub(crate) fn at_most(&self, bound: Bound) -> Bound {
+        match (bound, self.furthest) {
+            (Some(asked), Some(furthest)) => Some(asked.min(furthest)),
+            (asked, furthest) => asked.or(furthest),
+        }
+    }
+
     /// Explores the model up to `bound`, to the end: loom's own limits on
     /// time and number, which end a model as if it had passed, are off.
     /// Panics if an execution fails.

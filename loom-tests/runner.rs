@@ -3,16 +3,17 @@
 
 use std::env;
 use std::ffi::OsStr;
-use std::io::{self, IsTerminal, Write};
-use std::process::{Command, ExitCode};
-use std::time::Instant;
+use std::io::{self, IsTerminal, Read, Write};
+use std::process::{Command, ExitCode, ExitStatus, Stdio};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use clap::Parser;
 use comfy_table::{Table, presets};
 
 use crate::faults::{FAULTS, Fault, VARIABLE};
 use crate::model::{Bound, Model};
-use crate::{debt, hand_over, ids, snapshots, threads, writers};
+use crate::{debt, hand_over, ids, sections, snapshots, threads, writers};
 
 /// Explores the models of pinned-hosts with loom, then puts each known fault
 /// in and demands that the models named for it find it.
@@ -43,6 +44,7 @@ fn models() -> impl Iterator<Item = &'static Model> {
         .chain(&snapshots::MODELS)
         .chain(&ids::MODELS)
         .chain(&threads::MODELS)
+        .chain(&sections::MODELS)
         .chain(&debt::MODELS)
 }
 
@@ -112,15 +114,25 @@ impl Job {
                     .as_deref()
                     .unwrap_or(OsStr::new("0")),
             );
-        let output = command.output()?;
-        let printed = String::from_utf8_lossy(&output.stdout);
+        let (status, printed, complaints) = run_within(&mut command, self.limit())?;
         let mut figures = printed.split_whitespace().map_while(|it| it.parse().ok());
         Ok(Outcome {
-            passed: output.status.success(),
+            passed: status.is_some_and(|status| status.success()),
             executions: figures.next().unwrap_or(0),
             milliseconds: figures.next().unwrap_or(0),
-            output: printed.into_owned() + &String::from_utf8_lossy(&output.stderr),
+            output: match status {
+                Some(status) => format!("{printed}{complaints}({status})"),
+                None => format!(
+                    "{printed}{complaints}(ended by the runner: not done after {} s)",
+                    self.limit().as_secs()
+                ),
+            },
         })
+    }
+
+    /// A model takes seconds; one that waits for itself would hold up all.
+    fn limit(&self) -> Duration {
+        Duration::from_secs(if self.bound == Some(2) { 120 } else { 900 })
     }
 
     /// Whether the outcome is the wanted one: passed; or failed for the
@@ -147,6 +159,48 @@ impl Job {
     }
 }
 
+/// Runs `command`, for no longer than `limit`; then its status is `None`.
+fn run_within(
+    command: &mut Command,
+    limit: Duration,
+) -> io::Result<(Option<ExitStatus>, String, String)> {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    // Read meanwhile, or the child would wait for room in the pipes.
+    let stdout = read_all(child.stdout.take());
+    let stderr = read_all(child.stderr.take());
+    let started = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break Some(status);
+        }
+        if started.elapsed() > limit {
+            child.kill()?;
+            child.wait()?;
+            break None;
+        }
+        thread::sleep(Duration::from_millis(5));
+    };
+    let text = |reader: JoinHandle<Vec<u8>>| {
+        String::from_utf8_lossy(&reader.join().unwrap_or_default()).into_owned()
+    };
+    Ok((status, text(stdout), text(stderr)))
+}
+
+fn read_all(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<Vec<u8>> {
+    thread::spawn(move || {
+        let mut all = Vec::new();
+        if let Some(mut pipe) = pipe {
+            // What cannot be read is missing from a report of a failure.
+            let _ = pipe.read_to_end(&mut all);
+        }
+        all
+    })
+}
+
 fn bound_text(bound: Bound) -> String {
     bound.map_or_else(|| "none".to_owned(), |bound| bound.to_string())
 }
@@ -159,9 +213,9 @@ fn run_all(arguments: &Arguments) -> Result<bool, String> {
     let mut jobs = Vec::new();
     for model in models().filter(|model| selected(model.name)) {
         let bounds = if arguments.long {
-            vec![Some(3), model.furthest]
+            vec![model.at_most(Some(3)), model.furthest]
         } else {
-            vec![bound]
+            vec![model.at_most(bound)]
         };
         for (index, &bound) in bounds.iter().enumerate() {
             if !bounds[..index].contains(&bound) {
@@ -182,7 +236,7 @@ fn run_all(arguments: &Arguments) -> Result<bool, String> {
                 .ok_or_else(|| format!("fault {} names no model: {name}", fault.name))?;
             jobs.push(Job {
                 model,
-                bound,
+                bound: model.at_most(bound),
                 fault: Some(fault),
             });
         }
@@ -234,8 +288,8 @@ fn run_jobs(jobs: &[Job]) -> Result<Vec<Outcome>, String> {
     let done = Mutex::new(0);
     let outcomes: Vec<Mutex<Option<io::Result<Outcome>>>> =
         jobs.iter().map(|_| Mutex::new(None)).collect();
-    let workers = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| {
+    let workers = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
         for _ in 0..workers {
             scope.spawn(|| {
                 while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {

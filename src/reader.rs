@@ -174,6 +174,6 @@ fn ask_past_the_reader<R>(ask: impl Fn(&Snapshot) -> R) -> R {
 modelled_only! {
     /// Runs `run` on this thread once its reader is gone.
     pub fn after_the_threads_reader(run: Box<dyn FnOnce()>) {
-        THREAD_READER.with(|slot| slot.after(run));
+        crate::sync::after_the_locals(run);
     }
 }

@@ -46,7 +46,7 @@ use crossbeam_epoch::{Collector, Guard, LocalHandle};
 use crate::region::Region;
 use crate::registry::Registry;
 use crate::snapshot::{Residency, Segments};
-use crate::sync::{Arc, AtomicBool, AtomicU64, Ordering, RefCell, pause, per_thread};
+use crate::sync::{Arc, AtomicBool, Ordering, RefCell, Tally, pause, per_thread};
 
 /// How long a grace period may take before it is remarked on, again and again.
 const LONG: Duration = Duration::from_secs(1);
@@ -54,21 +54,19 @@ const LONG: Duration = Duration::from_secs(1);
 /// The sections of one registry.
 pub(crate) struct Sections {
     collector: Collector,
-    /// How many threads have been in a section and have not exited. Only to
-    /// be told; it orders nothing.
-    threads: Arc<AtomicU64>,
+    /// How many threads have been in a section and have not exited.
+    threads: Tally,
 }
 
 /// A thread's part in one registry's sections.
 struct Participant {
     handle: LocalHandle,
-    threads: Arc<AtomicU64>,
+    threads: Tally,
 }
 
 impl Drop for Participant {
     fn drop(&mut self) {
-        // Relaxed: see `Sections::threads`.
-        self.threads.fetch_sub(1, Ordering::Relaxed);
+        self.threads.less();
     }
 }
 
@@ -82,16 +80,15 @@ impl Sections {
     pub(crate) fn new() -> Self {
         Self {
             collector: Collector::new(),
-            threads: Arc::new(AtomicU64::new(0)),
+            threads: Tally::default(),
         }
     }
 
     fn join(&self) -> Rc<Participant> {
-        // Relaxed: see `Sections::threads`.
-        self.threads.fetch_add(1, Ordering::Relaxed);
+        self.threads.more();
         Rc::new(Participant {
             handle: self.collector.register(),
-            threads: Arc::clone(&self.threads),
+            threads: self.threads.clone(),
         })
     }
 
@@ -161,7 +158,7 @@ impl Sections {
                 remark_at += waited;
                 tracing::warn!(
                     ?waited,
-                    threads = self.threads.load(Ordering::Relaxed),
+                    threads = self.threads.count(),
                     "still waiting for a read-side section to end, on one of the threads that \
                      have been in one: a copy that waits for a stalled stream, or a Section \
                      that is kept"

@@ -64,12 +64,33 @@ mod real {
     pub(crate) use {modelled_only, per_thread, process_wide, weakened};
 }
 
+/// A number that is only to be told, shared by its clones. It orders nothing,
+/// and the models leave it out of what they explore.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Tally(std::sync::Arc<std::sync::atomic::AtomicU64>);
+
+impl Tally {
+    // Relaxed, all: no one concludes anything else from the number.
+    pub(crate) fn more(&self) {
+        self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    pub(crate) fn less(&self) {
+        self.0.fetch_sub(1, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    pub(crate) fn count(&self) -> u64 {
+        self.0.load(std::sync::atomic::Ordering::Relaxed)
+    }
+}
+
 /// What the models run on.
 #[cfg(loom)]
 mod modelled {
+    use std::any::Any;
     pub(crate) use std::cell::RefCell;
-    use std::mem::ManuallyDrop;
     use std::ops::Deref;
+    use std::rc::Rc;
     use std::sync::{Mutex, OnceLock, PoisonError};
 
     use loom::cell::UnsafeCell;
@@ -89,10 +110,9 @@ mod modelled {
 
     macro_rules! per_thread {
         ($(#[$doc:meta])* static $name:ident: $type:ty = $init:expr;) => {
-            loom::thread_local! {
-                $(#[$doc])*
-                static $name: crate::sync::PerThread<$type> = crate::sync::PerThread::new($init);
-            }
+            $(#[$doc])*
+            static $name: crate::sync::PerThread<$type> =
+                crate::sync::PerThread(|| $init);
         };
     }
 
@@ -111,43 +131,66 @@ mod modelled {
 
     pub(crate) use {modelled_only, per_thread, process_wide, weakened};
 
-    /// A thread's own value. Loom drops those of a thread in no fixed order,
-    /// so a model that has to do something after this one is gone says so
-    /// here.
-    pub(crate) struct PerThread<T> {
-        value: ManuallyDrop<T>,
+    /// A `static` of which each thread has its own.
+    ///
+    /// Loom drops a thread's locals in no fixed order, and an execution that
+    /// differs from the last for no reason is an error. So all of them are in
+    /// one, which drops them in the order in which they were made.
+    pub(crate) struct PerThread<T: 'static>(pub(crate) fn() -> T);
+
+    impl<T: 'static> PerThread<T> {
+        pub(crate) fn try_with<R>(
+            &'static self,
+            with: impl FnOnce(&T) -> R,
+        ) -> Result<R, loom::thread::AccessError> {
+            let value = LOCALS.try_with(|locals| locals.get(self))?;
+            Ok(with(&value))
+        }
+    }
+
+    loom::thread_local! {
+        static LOCALS: Locals = Locals::default();
+    }
+
+    /// All locals of a thread, each with the address of its `static`.
+    #[derive(Default)]
+    struct Locals {
+        values: RefCell<Vec<(usize, Rc<dyn Any>)>>,
+        /// What a model wants done once they are gone.
         after: RefCell<Option<Box<dyn FnOnce()>>>,
     }
 
-    impl<T> PerThread<T> {
-        pub(crate) fn new(value: T) -> Self {
-            Self {
-                value: ManuallyDrop::new(value),
-                after: RefCell::new(None),
+    impl Locals {
+        fn get<T: 'static>(&self, key: &'static PerThread<T>) -> Rc<T> {
+            let address = (&raw const *key).addr();
+            let known = |values: &Vec<(usize, Rc<dyn Any>)>| {
+                let value = values.iter().find(|it| it.0 == address)?;
+                Rc::clone(&value.1).downcast().ok()
+            };
+            if let Some(value) = known(&self.values.borrow()) {
+                return value;
             }
-        }
-
-        pub(crate) fn after(&self, run: Box<dyn FnOnce()>) {
-            *self.after.borrow_mut() = Some(run);
-        }
-    }
-
-    impl<T> Deref for PerThread<T> {
-        type Target = T;
-
-        fn deref(&self) -> &T {
-            &self.value
+            let value = Rc::new((key.0)());
+            let made: Rc<dyn Any> = value.clone();
+            self.values.borrow_mut().push((address, made));
+            value
         }
     }
 
-    impl<T> Drop for PerThread<T> {
+    impl Drop for Locals {
         fn drop(&mut self) {
-            // SAFETY: dropped here and nowhere else, and not used afterwards.
-            unsafe { ManuallyDrop::drop(&mut self.value) };
+            for value in self.values.take() {
+                drop(value);
+            }
             if let Some(run) = self.after.take() {
                 run();
             }
         }
+    }
+
+    /// Runs `run` on this thread once its locals are gone.
+    pub(crate) fn after_the_locals(run: Box<dyn FnOnce()>) {
+        LOCALS.with(|locals| *locals.after.borrow_mut() = Some(run));
     }
 
     pub(crate) fn is_weakened(name: &str) -> bool {
