@@ -70,6 +70,7 @@ pub(crate) const FAULTS: &[Fault] = &[
         found_by: &[
             "a_reader_sees_a_whole_snapshot",
             "is_pinned_never_goes_back",
+            "two_readers",
         ],
         reason: UNORDERED,
     },
@@ -94,13 +95,13 @@ pub(crate) const FAULTS: &[Fault] = &[
         name: "lost_update",
         what: "a publish stores, whatever is published by then",
         found_by: &["two_writers_register", "three_writers_register"],
-        reason: "lost",
+        reason: "an update was lost|a removal was lost",
     },
     Fault {
         name: "no_retry",
         what: "a publish that lost the race is given up",
         found_by: &["two_writers_register", "register_against_unregister"],
-        reason: "lost",
+        reason: "an update was lost|a removal was lost",
     },
     Fault {
         name: "torn_arrays",
@@ -117,6 +118,18 @@ pub(crate) const FAULTS: &[Fault] = &[
         what: "regions registered together are published one by one",
         found_by: &["register_all_is_seen_whole", "segments_are_of_one_snapshot"],
         reason: "seen in part|not the segments of a published snapshot",
+    },
+    Fault {
+        name: "asks_twice",
+        what: "a Registry answers for the two halves of a slice from two snapshots",
+        found_by: &["no_answer_from_two_snapshots"],
+        reason: "not the answer of any published snapshot",
+    },
+    Fault {
+        name: "base_added_first",
+        what: "a base that is registered again is first added, then its other entries are removed",
+        found_by: &["two_writers_of_one_base"],
+        reason: "a base was lost|two entries of one base",
     },
     Fault {
         name: "register_all_half_way",
@@ -251,7 +264,7 @@ pub(crate) const FAULTS: &[Fault] = &[
             "register_then_hand_over_to_is_pinned",
             "two_writers_register",
         ],
-        reason: "never saw",
+        reason: "was cut short",
     },
 ];
 

@@ -1,7 +1,7 @@
 //! Visibility: what was registered or removed before a buffer was handed to
 //! another thread is seen by that thread, through every kind of reader.
 
-use pinned_hosts::{global, is_pinned, register, unregister};
+use pinned_hosts::{Reader, Residency, global, is_pinned, register, unregister};
 
 use crate::cells::{Flag, a, at_once, region};
 use crate::model::{Model, Witness};
@@ -43,7 +43,7 @@ pub(crate) const MODELS: [Model; 6] = [
             };
             hand_over(witness, change, move || {
                 let mut reader = registry.reader();
-                move || reader.is_pinned(a())
+                move || ask_all(&mut reader).iter().all(|&sees| sees)
             });
         },
     },
@@ -60,7 +60,7 @@ pub(crate) const MODELS: [Model; 6] = [
             };
             hand_over(witness, change, move || {
                 let mut reader = registry.reader();
-                move || !reader.is_pinned(a())
+                move || !ask_all(&mut reader).contains(&true)
             });
         },
     },
@@ -92,6 +92,20 @@ pub(crate) const MODELS: [Model; 6] = [
         },
     },
 ];
+
+/// What every question of a reader says of `a()`.
+fn ask_all(reader: &mut Reader<'_>) -> [bool; 6] {
+    [
+        reader.is_pinned(a()),
+        reader.residency(a()) == Residency::Pinned,
+        reader.region_containing(a()).is_some(),
+        reader
+            .segments(a())
+            .any(|part| part.residency() == Residency::Pinned),
+        reader.regions().count() > 0,
+        reader.live_count() > 0,
+    ]
+}
 
 /// One thread makes a change and raises a flag. Another looks for the change
 /// once, so that its reader has an old snapshot to be misled by, and again if

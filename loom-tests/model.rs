@@ -1,8 +1,9 @@
 //! What a model is, and how it is explored.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::faults::is_asked_for;
@@ -40,6 +41,39 @@ impl Witness {
     }
 }
 
+/// Waits for the word that loom says only of a model that it has explored to
+/// its end. One that ends at a limit returns like any other.
+#[derive(Clone, Default)]
+struct Completed(Arc<AtomicBool>);
+
+impl tracing::Subscriber for Completed {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.is_event() && *metadata.level() == tracing::Level::INFO
+    }
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        event.record(
+            &mut |field: &tracing::field::Field, value: &dyn fmt::Debug| {
+                if field.name() == "message" && format!("{value:?}").starts_with("Completed in") {
+                    self.0.store(true, Ordering::Relaxed);
+                }
+            },
+        );
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
 /// What exploring a model came to.
 pub(crate) struct Explored {
     pub(crate) executions: u64,
@@ -70,15 +104,23 @@ impl Model {
         builder.max_branches = 10_000;
         if is_asked_for("model_cut_short") {
             builder.checkpoint_interval = 1;
-            builder.max_permutations = Some(2);
+            builder.max_permutations = Some(40);
         }
 
         let started = Instant::now();
         let body = self.body;
-        builder.check(move || {
-            witness.executions.fetch_add(1, Ordering::Relaxed);
-            body(witness);
+        let completed = Completed::default();
+        tracing::subscriber::with_default(completed.clone(), || {
+            builder.check(move || {
+                witness.executions.fetch_add(1, Ordering::Relaxed);
+                body(witness);
+            });
         });
+        assert!(
+            completed.0.load(Ordering::Relaxed),
+            "{} was cut short: loom did not say that it completed",
+            self.name
+        );
 
         let seen = witness.seen.lock().unwrap();
         for outcome in seen.keys() {

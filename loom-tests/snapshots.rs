@@ -11,7 +11,7 @@ use crate::model::{Model, Witness};
 const WHOLE: &[&str] = &["pageable", "mixed", "seam", "pinned"];
 const IN_ORDER: &[&str] = &["no, no", "no, yes", "yes, yes"];
 
-pub(crate) const MODELS: [Model; 8] = [
+pub(crate) const MODELS: [Model; 10] = [
     Model {
         name: "is_pinned_sees_a_whole_snapshot",
         promise: "the answer of a thread's own reader is that of one published snapshot, with all arrays of one generation",
@@ -47,6 +47,51 @@ pub(crate) const MODELS: [Model; 8] = [
             whole(witness, |registry| {
                 [registry.residency(abc()), registry.residency(abc())]
             });
+        },
+    },
+    Model {
+        name: "no_answer_from_two_snapshots",
+        promise: "a slice is never answered for in part from one snapshot and in part from another",
+        outcomes: &["mixed", "pageable"],
+        furthest: None,
+        body: |witness| {
+            let writer = Arc::new(Registry::new());
+            let first = writer.register(region(b()));
+            let registry = Arc::clone(&writer);
+            at_once(
+                move || {
+                    writer.unregister(first).unwrap();
+                    writer.register(region(c()));
+                },
+                move || {
+                    // Either half was pinned at some time, both never.
+                    let both = registry.is_pinned(bc());
+                    assert!(!both, "not the answer of any published snapshot");
+                    witness.saw(match registry.residency(bc()) {
+                        Mixed => "mixed",
+                        Pageable => "pageable",
+                        other => panic!("not the answer of any published snapshot: {other:?}"),
+                    });
+                },
+            );
+        },
+    },
+    Model {
+        name: "two_readers",
+        promise: "threads that look up at once have readers of their own",
+        outcomes: &["no, no", "yes, yes", "no, yes"],
+        furthest: Some(3),
+        body: |witness| {
+            let _ = global();
+            let readers = [(); 2].map(|()| {
+                loom::thread::spawn(move || {
+                    in_order(witness, [is_pinned(a()), is_pinned(a()), is_pinned(a())]);
+                })
+            });
+            register(a().as_ptr(), a().len());
+            for reader in readers {
+                reader.join().unwrap();
+            }
         },
     },
     Model {

@@ -5,12 +5,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use loom::sync::Arc;
 use loom::thread;
-use pinned_hosts::{Registry, Residency};
+use pinned_hosts::{Registry, Residency, global, is_pinned, live_count, register};
 
 use crate::cells::{a, at_once, b, bc, c, region};
 use crate::model::Model;
 
-pub(crate) const MODELS: [Model; 5] = [
+pub(crate) const MODELS: [Model; 6] = [
     Model {
         name: "two_writers_register",
         promise: "of two registrations at once, both are there once both have returned",
@@ -71,19 +71,45 @@ pub(crate) const MODELS: [Model; 5] = [
     Model {
         name: "three_writers_register",
         promise: "the same with three writers: one of them may have to begin anew more than once",
-        outcomes: &["done"],
+        outcomes: &["one was first", "one was second", "one was third"],
         furthest: Some(3),
         body: |witness| {
             let registry = Arc::new(Registry::new());
             let writers = [a(), b(), c()].map(|bytes| {
                 let registry = Arc::clone(&registry);
-                thread::spawn(move || registry.register(region(bytes)))
+                thread::spawn(move || {
+                    registry.register(region(bytes));
+                    witness.saw(match registry.live_count() {
+                        1 => "one was first",
+                        2 => "one was second",
+                        _ => "one was third",
+                    });
+                })
             });
             for writer in writers {
                 writer.join().unwrap();
             }
             assert_eq!(registry.live_count(), 3, "an update was lost");
-            witness.saw("done");
+        },
+    },
+    Model {
+        name: "two_writers_of_one_base",
+        promise: "of two that register one base at once, one replaces the other, and the base stays",
+        outcomes: &["left was last", "right was last"],
+        furthest: None,
+        body: |witness| {
+            let _ = global();
+            at_once(
+                || register(b().as_ptr(), b().len()),
+                || register(b().as_ptr(), bc().len()),
+            );
+            assert!(is_pinned(b()), "a base was lost");
+            assert_eq!(live_count(), 1, "two entries of one base");
+            witness.saw(if is_pinned(bc()) {
+                "right was last"
+            } else {
+                "left was last"
+            });
         },
     },
     Model {

@@ -168,7 +168,7 @@ impl RegionId {
     /// Draws `count` ids that nobody has had before, in a row.
     pub(crate) fn draw_many(count: usize) -> Range<u64> {
         process_wide! {
-            static NEXT: AtomicU64 = AtomicU64::new(1);
+            static NEXT: AtomicU64 = const AtomicU64::new(1);
         }
         let count = count as u64;
         weakened!("id_reuse" => { return 1..1 + count });

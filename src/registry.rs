@@ -136,6 +136,11 @@ impl Registry {
     /// slice.
     #[must_use]
     pub fn is_pinned(&self, bytes: &[u8]) -> bool {
+        weakened!("asks_twice" => {
+            let (left, right) = bytes.split_at(bytes.len() / 2);
+            let left = self.ask(|snapshot| snapshot.is_pinned(Span::of(left)));
+            return left && self.ask(|snapshot| snapshot.is_pinned(Span::of(right)));
+        });
         self.ask(|snapshot| snapshot.is_pinned(Span::of(bytes)))
     }
 
@@ -258,6 +263,11 @@ impl Registry {
     pub(crate) fn register_base(&self, region: Region) {
         let entry = RegionEntry::new(RegionId::draw(), region, Owner::Base);
         let base = region.start_addr();
+        weakened!("base_added_first" => {
+            self.add(&[entry]);
+            self.remove(|other| other.is_at_base(base) && other.id() != entry.id());
+            return;
+        });
         weakened!("replace_in_two_publishes" => {
             self.unregister_base(region.base());
             return self.add(&[entry]);

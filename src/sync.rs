@@ -32,8 +32,11 @@ mod real {
         }
     }
 
-    /// A `static` that is made at its first use.
+    /// A `static` that is made at its first use, or before if it is `const`.
     macro_rules! process_wide {
+        (static $name:ident: $type:ty = const $init:expr;) => {
+            static $name: $type = $init;
+        };
         (static $name:ident: $type:ty = $init:expr;) => {
             static $name: std::sync::LazyLock<$type> = std::sync::LazyLock::new(|| $init);
         };
@@ -103,6 +106,9 @@ mod modelled {
     }
 
     macro_rules! process_wide {
+        (static $name:ident: $type:ty = const $init:expr;) => {
+            loom::lazy_static! { static ref $name: $type = $init; }
+        };
         (static $name:ident: $type:ty = $init:expr;) => {
             loom::lazy_static! { static ref $name: $type = $init; }
         };
@@ -249,13 +255,14 @@ mod modelled {
     const CAPACITY: usize = 8;
 
     /// A stand-in for `arc_swap::ArcSwap`, which loom cannot look into. It
-    /// gives what that crate documents, and nothing that it does not:
+    /// gives what that crate documents, or states in its account of its internals,
+    /// and nothing that it does not:
     ///
     /// - a load returns a value that was published, and acquires what its
     ///   publisher did before;
     /// - a compare-and-swap publishes only if the published value is the
-    ///   expected one, releases what its thread did before, and acquires what
-    ///   the publisher of the value it found did before.
+    ///   expected one, and then releases what its thread did before; otherwise
+    ///   it is a load.
     ///
     /// Each value has a place in a table, and the place's number is what is
     /// published. Places are not used again and hold their value until the
@@ -334,12 +341,18 @@ mod modelled {
                 self.published.store(number, Ordering::Release);
                 return current.clone();
             }
-            let swapped = self.published.compare_exchange(
-                expected,
-                number,
-                unless_weakened(Ordering::AcqRel, "publish_relaxed"),
-                unless_weakened(Ordering::Acquire, "failed_publish_relaxed"),
-            );
+            let acquire = unless_weakened(Ordering::Acquire, "failed_publish_relaxed");
+            // A swap that fails is no more than a load: what it finds may be
+            // older than what loom's would find. Release suffices for one that
+            // succeeds: what it finds was acquired with `current`.
+            let seen = self.published.load(acquire);
+            let swapped = if seen == expected {
+                let release = unless_weakened(Ordering::Release, "publish_relaxed");
+                self.published
+                    .compare_exchange(expected, number, release, acquire)
+            } else {
+                Err(seen)
+            };
             match swapped {
                 Err(_) if is_weakened("no_retry") => current.clone(),
                 Ok(previous) | Err(previous) => self.at(previous),
