@@ -25,7 +25,7 @@ fn states(registry: &Registry) -> Vec<RegionState> {
 #[test]
 fn a_region_is_pinning_then_live_then_retiring_then_gone() {
     let registry = Registry::new();
-    let memory = vec![0u8; 64];
+    let memory = [0u8; 64];
     let registration = registry
         .pin_with(region(&memory), || {
             assert_eq!(states(&registry), [RegionState::Pinning]);
@@ -52,7 +52,7 @@ fn a_region_is_pinning_then_live_then_retiring_then_gone() {
 #[test]
 fn retiring_is_what_reaches_into_a_retiring_region_and_nothing_else() {
     let registry = Registry::new();
-    let memory = vec![0u8; 64];
+    let memory = [0u8; 64];
     registry
         .pin_with(region(&memory[16..32]), done)
         .unwrap()
@@ -69,7 +69,7 @@ fn retiring_is_what_reaches_into_a_retiring_region_and_nothing_else() {
 #[test]
 fn a_pin_that_fails_leaves_nothing_and_returns_the_error() {
     let registry = Registry::new();
-    let memory = vec![0u8; 64];
+    let memory = [0u8; 64];
     let error = registry
         .pin_with(region(&memory), || Err("the driver's error"))
         .unwrap_err();
@@ -80,7 +80,7 @@ fn a_pin_that_fails_leaves_nothing_and_returns_the_error() {
 #[test]
 fn a_pin_that_panics_leaves_the_region_registered() {
     let registry = Registry::new();
-    let memory = vec![0u8; 64];
+    let memory = [0u8; 64];
     let pin = AssertUnwindSafe(|| {
         registry.pin_with(region(&memory), || -> Result<(), Infallible> {
             panic!("half-way")
@@ -93,7 +93,7 @@ fn a_pin_that_panics_leaves_the_region_registered() {
 #[test]
 fn an_unpin_that_fails_gives_the_registration_back_to_try_again() {
     let registry = Registry::new();
-    let memory = vec![0u8; 64];
+    let memory = [0u8; 64];
     let registration = registry.pin_with(region(&memory), done).unwrap();
     let error = registration.unpin_with(|| Err("busy")).unwrap_err();
     assert!(
@@ -108,7 +108,7 @@ fn an_unpin_that_fails_gives_the_registration_back_to_try_again() {
 #[test]
 fn an_unpin_that_panics_leaves_the_region_retiring() {
     let registry = Registry::new();
-    let memory = vec![0u8; 64];
+    let memory = [0u8; 64];
     let registration = registry.pin_with(region(&memory), done).unwrap();
     let unpin = AssertUnwindSafe(|| {
         registration.unpin_with(|| -> Result<(), Infallible> { panic!("half-way") })
@@ -121,7 +121,7 @@ fn an_unpin_that_panics_leaves_the_region_retiring() {
 #[test]
 fn nobody_else_can_take_a_registration_away_and_dropping_it_keeps_it() {
     let registry = Registry::new();
-    let memory = vec![0u8; 64];
+    let memory = [0u8; 64];
     let registration = registry.pin_with(region(&memory), done).unwrap();
     let id = registration.id();
     assert!(matches!(registry.unregister(id), Err(UnknownRegion { .. })));
@@ -134,7 +134,7 @@ fn nobody_else_can_take_a_registration_away_and_dropping_it_keeps_it() {
 #[test]
 fn inside_a_section_pinning_and_unpinning_fail_at_once() {
     let registry = Registry::new();
-    let memory = vec![0u8; 64];
+    let memory = [0u8; 64];
     let registration = registry.pin_with(region(&memory[..32]), done).unwrap();
     let outer = registry.enter();
     let inner = registry.enter();
@@ -195,7 +195,7 @@ fn a_grace_period_waits_for_a_section_that_began_before() {
 #[test]
 fn pinning_and_unpinning_wait_for_a_section_that_began_before() {
     let registry = Registry::new();
-    let memory = vec![0u8; 64];
+    let memory = [0u8; 64];
     must_wait_for_a_section(&registry, || {
         let _ = registry.pin_with(region(&memory), done).unwrap();
     });
@@ -206,7 +206,7 @@ fn pinning_and_unpinning_wait_for_a_section_that_began_before() {
 #[test]
 fn a_time_limit_ends_the_wait_with_the_driver_not_called() {
     let registry = Registry::new();
-    let memory = vec![0u8; 64];
+    let memory = [0u8; 64];
     let registration = registry.pin_with(region(&memory[..32]), done).unwrap();
     let limit = Duration::from_millis(1);
     let section = registry.enter();
