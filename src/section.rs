@@ -38,6 +38,7 @@
 
 use std::error::Error;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -156,18 +157,26 @@ impl Sections {
             }
             if waited >= remark_at {
                 remark_at += waited;
-                tracing::warn!(
-                    ?waited,
-                    threads = self.threads.count(),
-                    "still waiting for a read-side section to end, on one of the threads that \
-                     have been in one: a copy that waits for a stalled stream, or a Section \
-                     that is kept"
-                );
+                remark(waited, self.threads.count());
             }
             pause(round);
             round = round.saturating_add(1);
         }
     }
+}
+
+/// Says that a grace period takes long. The subscriber is the program's code;
+/// a panic of its must not end the wait, which would leave an entry in a state
+/// that nobody takes it out of.
+fn remark(waited: Duration, threads: u64) {
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        tracing::warn!(
+            ?waited,
+            threads,
+            "still waiting for a read-side section to end, on one of the threads that have \
+             been in one: a copy that waits for a stalled stream, or a Section that is kept"
+        );
+    }));
 }
 
 /// A read-side section of a [`Registry`]: while it lives, no memory that it

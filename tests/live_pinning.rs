@@ -270,6 +270,29 @@ impl std::io::Write for Log {
     }
 }
 
+/// The subscriber is the program's own code.
+#[test]
+fn a_subscriber_that_panics_at_the_warning_leaves_the_registry_true() {
+    let registry = Registry::new();
+    let memory = [0u8; 64];
+    let registration = registry.pin_with(region(&memory[..32]), done).unwrap();
+    let section = registry.enter();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let writer = || -> Log { panic!("a subscriber's own panic") };
+            let subscriber = tracing_subscriber::fmt().with_writer(writer);
+            tracing::subscriber::with_default(subscriber.finish(), || {
+                let limit = Duration::from_millis(1_200);
+                let pinned = registry.pin_within(limit, region(&memory[32..]), done);
+                assert!(matches!(pinned, Err(PinError::Grace(_))));
+                registration.unpin_within(limit, done).unwrap_err();
+            });
+        });
+    });
+    drop(section);
+    assert_eq!(states(&registry), [RegionState::Live]);
+}
+
 /// A thread-local destructor runs after the thread's part in the sections is
 /// gone: it can still enter one, and is told that it cannot wait.
 #[test]

@@ -104,6 +104,28 @@ fn a_copy_of_mixed_memory_is_logged_with_its_residency() {
     assert!(lines[0].contains(&region), "{}", lines[0]);
 }
 
+/// A subscriber may take its time, or a lock that a pinning thread holds: no
+/// grace period may depend on it.
+#[test]
+fn the_warning_is_made_outside_of_the_copys_section() {
+    let rig = Rig::new();
+    let source = PinnedBuffer::from_slice(&rig.context, &[1u8; 100]).unwrap();
+    let mut on_device = rig.zeros::<u8>(100);
+    let waited = Arc::new(Mutex::new(None));
+    let subscriber = tracing_subscriber::fmt().with_writer({
+        let waited = Arc::clone(&waited);
+        move || {
+            let result = pinned_hosts::global().wait_for_sections(None);
+            *waited.lock().unwrap() = Some(result);
+            io::sink()
+        }
+    });
+    tracing::subscriber::with_default(subscriber.finish(), || {
+        rig.copier.copy_h2d_async(&source, &mut on_device).unwrap();
+    });
+    assert_eq!(*waited.lock().unwrap(), Some(Ok(())));
+}
+
 #[test]
 fn a_copy_that_waits_for_the_devices_sake_says_so() {
     let rig = Rig::with(|sim| sim.set_device(cuda_sim::DeviceKind::Coherent));

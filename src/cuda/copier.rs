@@ -139,9 +139,8 @@ impl Copier {
         self.be_ready()?;
         let (dst_address, _written) = dst.device_ptr_mut(&self.stream);
         self.be_ready()?;
-        // From before the question until the device is done with the source:
-        // until this returns.
-        let _section = global().enter();
+        // From before the question until the device is done with the source.
+        let section = global().enter();
         let span = Span::of(src);
         let residency = reader::ask_global(|snapshot| snapshot.residency(span));
 
@@ -172,6 +171,8 @@ impl Copier {
         // after the wait; `has_work` saw that the destination is long enough.
         let enqueued = unsafe { self.enqueue_parts(src, residency, dst_address) };
         let waited = wait_or_abort(&event, &self.stream);
+        // Before the warning, which runs code of the program's.
+        drop(section);
         self.idle_events().push(event);
         self.count_guarded(site, span, residency, started.elapsed());
         enqueued.and(waited)

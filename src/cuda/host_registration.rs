@@ -150,14 +150,15 @@ impl<B: HostMemory> HostRegistration<B> {
     ///
     /// [`UnregisterError`], which gives the registration back.
     pub fn unregister(self) -> Result<B, UnregisterError<B>> {
-        let mut parts = self.into_parts();
+        // Kept whatever happens on the way, so that nothing is freed while it
+        // is page-locked.
+        let mut parts = ManuallyDrop::new(self.into_parts());
         let limit = parts.grace_limit;
         match parts.unpin(limit) {
-            Ok(()) => Ok(parts.backing),
+            // SAFETY: `parts` is not used again, nor dropped.
+            Ok(()) => Ok(unsafe { ManuallyDrop::take(&mut parts) }.backing),
             Err(reason) => Err(UnregisterError {
-                registration: Self {
-                    parts: ManuallyDrop::new(parts),
-                },
+                registration: Self { parts },
                 reason,
             }),
         }
