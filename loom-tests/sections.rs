@@ -20,7 +20,7 @@ pub(crate) const MODELS: [Model; 7] = [
         name: "pin_against_copy",
         promise: "memory that a copy has found pageable is not page-locked until the copy is over",
         outcomes: &["pageable", "pinned"],
-        furthest: Some(3),
+        furthest: Some(2),
         body: |witness| {
             let registry = global();
             let (driver, copier) = Driver::new();
@@ -71,7 +71,7 @@ pub(crate) const MODELS: [Model; 7] = [
         name: "a_pin_that_fails",
         promise: "memory that the driver refused to pin is registered while it is asked, and not after",
         outcomes: &["pageable", "pinned"],
-        furthest: Some(3),
+        furthest: Some(2),
         body: |witness| {
             let registry = global();
             let (_driver, copier) = Driver::new();
@@ -136,7 +136,7 @@ pub(crate) const MODELS: [Model; 7] = [
         name: "nested_sections",
         promise: "the end of an inner section does not end the outer one",
         outcomes: &["pageable", "pinned"],
-        furthest: Some(3),
+        furthest: Some(2),
         body: |witness| {
             let registry = global();
             let (driver, copier) = Driver::new();

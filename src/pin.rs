@@ -23,25 +23,24 @@ impl Registry {
     /// If `pin` panics, nobody knows what it did: the region stays registered.
     ///
     /// ```
-    /// use pinned_hosts::{Region, Registry};
+    /// use pinned_hosts::{Region, global, is_pinned};
     ///
-    /// let registry = Registry::new();
     /// let arena = vec![0u8; 4096];
     /// let driver_pins = || Ok::<(), std::io::Error>(()); // cuMemHostRegister
     /// let driver_unpins = || Ok::<(), std::io::Error>(()); // cuMemHostUnregister
     ///
-    /// let registration = registry.pin_with(Region::of(&arena)?, driver_pins)?;
-    /// assert!(registry.is_pinned(&arena));
+    /// let registration = global().pin_with(Region::of(&arena)?, driver_pins)?;
+    /// assert!(is_pinned(&arena));
     /// registration.unpin_with(driver_unpins)?;
-    /// assert!(!registry.is_pinned(&arena));
+    /// assert!(!is_pinned(&arena));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors
     ///
     /// [`PinError::Grace`] if this thread is inside a section;
-    /// [`PinError::Driver`] with the error of `pin`. The region is not
-    /// registered then.
+    /// [`PinError::Driver`] with the error of `pin`, which vouches that the
+    /// memory is not pinned. The region is not registered then.
     pub fn pin_with<E>(
         &self,
         region: Region,
