@@ -76,9 +76,20 @@ impl Registry {
             return Ok(Registration { registry: self, id, region });
         });
         let id = self.register_for(Owner::Handle, RegionState::Pinning, region);
+        self.pin_registered(id, region, limit, pin)
+    }
+
+    /// Pins `region`, whose entry `id` is in the state `Pinning`.
+    pub(crate) fn pin_registered<E>(
+        &self,
+        id: RegionId,
+        region: Region,
+        limit: Option<Duration>,
+        pin: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Registration<'_>, PinError<E>> {
         weakened!("no_grace_period_on_pin" => {
             let pinned = pin();
-            self.set_state(id, RegionState::Live);
+            self.set_state(&[id], RegionState::Live);
             return match pinned {
                 Ok(()) => Ok(Registration { registry: self, id, region }),
                 Err(error) => Err(PinError::Driver(error)),
@@ -90,7 +101,7 @@ impl Registry {
         };
         match pinned {
             Ok(()) => {
-                self.set_state(id, RegionState::Live);
+                self.set_state(&[id], RegionState::Live);
                 Ok(Registration {
                     registry: self,
                     id,
@@ -99,10 +110,62 @@ impl Registry {
             }
             Err(error) => {
                 weakened!("failed_pin_stays" => { return Err(error) });
-                self.unregister_handles(id);
+                self.unregister_handles(&[id]);
                 Err(error)
             }
         }
+    }
+
+    /// Makes the entries `ids` retiring, and waits until no copy is under way
+    /// that may let the device read their memory. After an error they are live
+    /// again.
+    fn retire(&self, ids: &[RegionId], limit: Option<Duration>) -> Result<(), GraceError> {
+        weakened!("retiring_skipped" => {
+            return self.wait_for_sections(limit);
+        });
+        weakened!("retract_before_unpin" => {
+            self.unregister_handles(ids);
+            return self.wait_for_sections(limit);
+        });
+        self.set_state(ids, RegionState::Retiring);
+        weakened!("no_grace_period_on_unpin" => { return Ok(()) });
+        let waited = self.wait_for_sections(limit);
+        if waited.is_err() {
+            self.set_state(ids, RegionState::Live);
+        }
+        waited
+    }
+
+    /// As [`Registration::unpin_within`] for each of `registrations`, with one
+    /// grace period for all of them. Those that stay pinned stay in the list;
+    /// the error is that of the first.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn unpin_all<E>(
+        &self,
+        registrations: &mut Vec<Registration<'_>>,
+        limit: Option<Duration>,
+        mut unpin: impl FnMut(Region) -> Result<(), E>,
+    ) -> Result<(), PinError<E>> {
+        let mut ids: Vec<RegionId> = registrations.iter().map(Registration::id).collect();
+        ids.sort_unstable();
+        self.retire(&ids, limit).map_err(PinError::Grace)?;
+        let mut unpinned = Vec::with_capacity(ids.len());
+        let mut first_error = None;
+        registrations.retain(|registration| match unpin(registration.region) {
+            Ok(()) => {
+                unpinned.push(registration.id);
+                false
+            }
+            Err(error) => {
+                first_error.get_or_insert(PinError::Driver(error));
+                true
+            }
+        });
+        unpinned.sort_unstable();
+        self.unregister_handles(&unpinned);
+        // Those that are left.
+        self.set_state(&ids, RegionState::Live);
+        first_error.map_or(Ok(()), Err)
     }
 }
 
@@ -171,44 +234,21 @@ impl<'r> Registration<'r> {
         limit: Option<Duration>,
         unpin: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), UnpinError<'r, E>> {
-        let retiring = RegionState::Retiring;
-        weakened!("retiring_skipped" => {
-            let _ = self.registry.wait_for_sections(limit);
-            return self.finish(unpin().map_err(PinError::Driver));
-        });
-        weakened!("retract_before_unpin" => {
-            self.registry.unregister_handles(self.id);
-            let _ = self.registry.wait_for_sections(limit);
-            return self.finish(unpin().map_err(PinError::Driver));
-        });
-        self.registry.set_state(self.id, retiring);
-        weakened!("no_grace_period_on_unpin" => {
-            return self.finish(unpin().map_err(PinError::Driver));
-        });
-        let unpinned = match self.registry.wait_for_sections(limit) {
+        let ids = [self.id];
+        let unpinned = match self.registry.retire(&ids, limit) {
             Ok(()) => unpin().map_err(PinError::Driver),
             Err(error) => Err(PinError::Grace(error)),
         };
-        self.finish(unpinned)
-    }
-
-    fn finish<E>(self, unpinned: Result<(), PinError<E>>) -> Result<(), UnpinError<'r, E>> {
-        match unpinned {
-            Ok(()) => {
-                self.registry.unregister_handles(self.id);
-                Ok(())
-            }
-            Err(reason) => {
-                weakened!("failed_unpin_retracts" => {
-                    self.registry.unregister_handles(self.id);
-                });
-                self.registry.set_state(self.id, RegionState::Live);
-                Err(UnpinError {
-                    registration: self,
-                    reason,
-                })
-            }
-        }
+        let Err(reason) = unpinned else {
+            self.registry.unregister_handles(&ids);
+            return Ok(());
+        };
+        weakened!("failed_unpin_retracts" => { self.registry.unregister_handles(&ids) });
+        self.registry.set_state(&ids, RegionState::Live);
+        Err(UnpinError {
+            registration: self,
+            reason,
+        })
     }
 }
 

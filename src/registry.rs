@@ -13,6 +13,7 @@
 //! A writer that stalls or panics half-way has published nothing and holds up
 //! nobody.
 
+use std::convert::Infallible;
 use std::fmt;
 use std::time::Duration;
 
@@ -251,13 +252,33 @@ impl Registry {
         id
     }
 
-    /// Removes what a handle registered.
-    pub(crate) fn unregister_handles(&self, id: RegionId) {
-        self.remove(|entry| entry.id() == id);
+    /// As [`register_for`](Self::register_for) for a handle, if none of
+    /// `region` is registered. Otherwise the first such part is the error, and
+    /// nothing is changed. That is one step: of two threads one is refused.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn register_alone(
+        &self,
+        state: RegionState,
+        region: Region,
+    ) -> Result<RegionId, Region> {
+        let id = RegionId::draw();
+        let entry = RegionEntry::new(id, region, Owner::Handle).in_state(state);
+        self.publish(|old| match old.first_region(Span::from(region)) {
+            Some(registered) => Err(registered),
+            None => Ok((old.with(&[entry]), id)),
+        })
     }
 
-    pub(crate) fn set_state(&self, id: RegionId, state: RegionState) {
-        self.publish(|old| Some((old.with_state(id, state)?, ())));
+    /// Removes what handles registered, in one publish. `ids` are in order.
+    pub(crate) fn unregister_handles(&self, ids: &[RegionId]) {
+        self.remove(|entry| ids.binary_search(&entry.id()).is_ok());
+    }
+
+    /// Changes the state of the entries `ids`, which are in order, in one
+    /// publish.
+    pub(crate) fn set_state(&self, ids: &[RegionId], state: RegionState) {
+        // An error means that there is nothing to change.
+        let _ = self.publish(|old| Ok::<_, ()>((old.with_state(ids, state).ok_or(())?, ())));
     }
 
     pub(crate) fn register_base(&self, region: Region) {
@@ -272,10 +293,10 @@ impl Registry {
             self.unregister_base(region.base());
             return self.add(&[entry]);
         });
-        self.publish(|old| {
+        self.publish_always(|old| {
             let replaced = old.without(|entry| entry.is_at_base(base));
             let kept = replaced.as_ref().map_or(old, |(kept, _)| kept);
-            Some((kept.with(&[entry]), ()))
+            kept.with(&[entry])
         });
     }
 
@@ -284,20 +305,27 @@ impl Registry {
     }
 
     fn add(&self, entries: &[RegionEntry]) {
-        self.publish(|old| Some((old.with(entries), ())));
+        self.publish_always(|old| old.with(entries));
     }
 
     fn remove(&self, goes: impl Fn(&RegionEntry) -> bool) -> Option<RegionEntry> {
-        self.publish(|old| old.without(&goes))
+        self.publish(|old| old.without(&goes).ok_or(())).ok()
+    }
+
+    fn publish_always(&self, change: impl Fn(&Snapshot) -> Snapshot) {
+        let Ok(()) = self.publish(|old| Ok::<_, Infallible>((change(old), ())));
     }
 
     /// Replaces the published snapshot by the one that `change` makes of it,
     /// and returns what `change` returned beside it; publishes nothing if that
-    /// is `None`. `change` may be called several times.
+    /// is an error. `change` may be called several times.
     ///
-    /// This is `ArcSwap::rcu`, with a way out for a change that has nothing
-    /// to change.
-    fn publish<R>(&self, change: impl Fn(&Snapshot) -> Option<(Snapshot, R)>) -> Option<R> {
+    /// This is `ArcSwap::rcu`, with a way out for a change that is refused or
+    /// has nothing to change.
+    fn publish<R, E>(
+        &self,
+        change: impl Fn(&Snapshot) -> Result<(Snapshot, R), E>,
+    ) -> Result<R, E> {
         let mut current = self.published.load();
         loop {
             let (next, result) = change(&current)?;
@@ -310,7 +338,7 @@ impl Registry {
             // `current` is held, so no other snapshot can have its address:
             // equal addresses mean that nothing was published in between.
             if Arc::ptr_eq(&current, &previous) {
-                return Some(result);
+                return Ok(result);
             }
             current = previous;
         }

@@ -195,13 +195,18 @@ impl Snapshot {
         Some((Self::from_sorted(kept.collect()), gone))
     }
 
-    /// This set with the state of the entry `id` changed; `None` if there is
-    /// no such entry.
-    pub(crate) fn with_state(&self, id: RegionId, state: RegionState) -> Option<Self> {
-        let index = self.entries.iter().position(|entry| entry.id == id)?;
+    /// This set with the state of the entries `ids`, which are in order,
+    /// changed; `None` if there is none of them.
+    pub(crate) fn with_state(&self, ids: &[RegionId], state: RegionState) -> Option<Self> {
         let mut entries = self.entries.to_vec();
-        entries[index].state = state;
-        Some(Self::from_sorted(entries))
+        let mut known = false;
+        for entry in &mut entries {
+            if ids.binary_search(&entry.id).is_ok() {
+                entry.state = state;
+                known = true;
+            }
+        }
+        known.then(|| Self::from_sorted(entries))
     }
 
     /// Whether `span` reaches into a region that is about to be unpinned.
@@ -371,6 +376,15 @@ modelled_only! {
 pub(crate) struct Span {
     pub(crate) start: usize,
     pub(crate) end: usize,
+}
+
+impl From<Region> for Span {
+    fn from(region: Region) -> Self {
+        Self {
+            start: region.start_addr(),
+            end: region.end_addr(),
+        }
+    }
 }
 
 impl Span {

@@ -10,7 +10,7 @@ use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{Rig, in_child};
 use cuda_sim::code;
@@ -50,6 +50,7 @@ fn pinned_by_page(rig: &Rig, count: usize) -> HostRegistration<MmapMut> {
 }
 
 /// Memory that tells when it is freed.
+#[derive(Debug)]
 struct Tracked(Box<[u8]>, Arc<AtomicBool>);
 
 // SAFETY: the bytes are in a box, and never written.
@@ -278,7 +279,7 @@ fn sizes_that_make_no_sense_are_an_error() {
     let refused = |options| {
         let error = HostRegistration::with_options(&rig.context, vec![7u8; 9], options);
         let error = error.unwrap_err();
-        assert_eq!(error.backing.as_deref(), Some(&[7; 9][..]));
+        assert_eq!(error.memory.unwrap(), [7; 9]);
         error.reason
     };
     let options = RegisterOptions::default;
@@ -321,7 +322,7 @@ fn a_read_only_mapping_is_refused_unasked_where_the_device_takes_none() {
         "{error}"
     );
     assert_eq!(rig.sim.calls(REGISTER), 0);
-    assert_eq!(residency(&error.backing.unwrap()), Residency::Pageable);
+    assert_eq!(residency(&error.memory.unwrap()), Residency::Pageable);
     // Writable memory is taken all the same.
     HostRegistration::new(&rig.context, vec![7u8; 100]).unwrap();
 }
@@ -337,7 +338,7 @@ fn a_read_only_mapping_that_does_not_say_so_is_invalid() {
     }
     let rig = Rig::new();
     let error = HostRegistration::new(&rig.context, Silent(mapped_file(100))).unwrap_err();
-    let backing = error.backing.as_ref().unwrap();
+    let backing = error.memory.as_ref().unwrap();
     let region = Region::of(&backing.0).unwrap();
     assert_eq!(error.reason, RegisterFailure::Invalid { region });
     assert!(error.to_string().contains("is_read_only"), "{error}");
@@ -361,7 +362,7 @@ fn memory_that_is_registered_in_part_is_refused_before_the_driver_is_asked() {
     assert!(error.to_string().contains(&part.to_string()), "{error}");
     assert_eq!(rig.sim.calls(REGISTER), 0);
     global().unregister(id).unwrap();
-    HostRegistration::new(&rig.context, error.backing.unwrap()).unwrap();
+    HostRegistration::new(&rig.context, error.memory.unwrap()).unwrap();
 }
 
 #[test]
@@ -428,11 +429,8 @@ fn of_two_threads_that_register_one_mapping_one_does() {
             [register(), other.join().unwrap()]
         });
         for error in results.iter().filter_map(|result| result.as_ref().err()) {
-            let refused = matches!(
-                error.reason,
-                RegisterFailure::Overlaps { .. } | RegisterFailure::AlreadyRegistered { .. }
-            );
-            assert!(refused && error.backing.is_some(), "{error}");
+            let refused = matches!(error.reason, RegisterFailure::Overlaps { .. });
+            assert!(refused && error.memory.is_ok(), "{error}");
         }
         // Both may have been in each other's way.
         let won = results.iter().filter(|result| result.is_ok()).count();
@@ -459,7 +457,7 @@ fn a_chunk_that_fails_undoes_those_before_it_and_gives_the_memory_back() {
     assert_eq!(live(&rig), before);
     assert_eq!(rig.sim.calls(UNREGISTER), 2);
     assert!(error.to_string().contains("WSL2"), "{error}");
-    let memory = error.backing.unwrap();
+    let memory = error.memory.unwrap();
     assert_eq!(
         error.reason,
         RegisterFailure::TooMuch {
@@ -493,25 +491,174 @@ fn each_refusal_of_the_driver_has_a_name() {
 }
 
 #[test]
-fn memory_that_cannot_be_undone_is_leaked_and_stays_registered() {
+fn memory_that_cannot_be_undone_is_given_back_as_a_registration() {
     let rig = Rig::new();
     let before = live(&rig);
-    let memory: Arc<[u8]> = vec![7; 100].into();
-    let others = Arc::downgrade(&memory);
-    let options = RegisterOptions::default().chunk_bytes(48);
+    let (memory, freed) = Tracked::new();
+    let options = RegisterOptions::default().chunk_bytes(PAGE / 4);
     rig.sim.fail_nth(REGISTER, 3, code::OUT_OF_MEMORY);
-    rig.sim.fail_nth(UNREGISTER, 1, code::UNKNOWN);
-    let log = logged(|| {
-        let error = HostRegistration::with_options(&rig.context, memory, options).unwrap_err();
-        assert!(error.backing.is_none());
-        assert!(error.to_string().contains("leaked"), "{error}");
-    });
-    assert!(log.contains("ERROR") && log.contains("leaked"), "{log}");
-    let memory = others.upgrade().expect("it is leaked");
+    rig.sim.fail_nth(UNREGISTER, 2, code::UNKNOWN);
+    let error = HostRegistration::with_options(&rig.context, memory, options).unwrap_err();
+    assert!(error.to_string().contains("still page-locked"), "{error}");
+    assert!(matches!(error.reason, RegisterFailure::TooMuch { .. }));
+    let registration = error.memory.unwrap_err();
     // The first chunk could be unpinned, the second not.
     assert_eq!(live(&rig), before + 1);
-    assert_eq!(residency(&memory[..48]), Residency::Pageable);
-    assert_eq!(residency(&memory[48..96]), Residency::Pinned);
+    let bytes = registration.as_bytes();
+    let second = &bytes[PAGE / 4..PAGE / 2];
+    assert_eq!(residency(&bytes[..PAGE / 4]), Residency::Pageable);
+    assert_eq!(residency(second), Residency::Pinned);
+    assert_eq!(registration.chunks().next(), Region::of(second).ok());
+
+    // It can be tried again, and is leaked if nobody does so in time.
+    rig.sim.fail_nth(UNREGISTER, 1, code::UNKNOWN);
+    let log = logged(|| drop(registration));
+    assert!(log.contains("ERROR") && log.contains("leaked"), "{log}");
+    assert_eq!(live(&rig), before + 1);
+    assert!(!freed.load(Ordering::Relaxed));
+}
+
+/// The error of earlier work, which says nothing about this call.
+const EARLIER: i32 = code::ILLEGAL_ADDRESS;
+
+#[test]
+fn an_error_that_is_no_refusal_does_not_count_as_not_pinned() {
+    let rig = Rig::new();
+    let before = live(&rig);
+    rig.sim.fail_nth_after_acting(REGISTER, 2, EARLIER);
+    let error = HostRegistration::with_options(&rig.context, pages(3), by_page()).unwrap_err();
+    assert!(
+        matches!(error.reason, RegisterFailure::Driver(_)),
+        "{error}"
+    );
+    // It had been pinned, and was unpinned with the one before.
+    assert_eq!(rig.sim.calls(UNREGISTER), 2);
+    assert_eq!(live(&rig), before);
+    let memory = error.memory.unwrap();
+    assert_eq!(residency(&memory), Residency::Pageable);
+    let mut on_device = rig.zeros::<u8>(memory.len());
+    rig.copier.copy_h2d_async(&memory, &mut on_device).unwrap();
+    drop(memory);
+    rig.assert_sound();
+}
+
+#[test]
+fn memory_that_an_error_left_unpinned_is_given_back() {
+    let rig = Rig::new();
+    rig.sim.fail_nth(REGISTER, 2, EARLIER);
+    let error = HostRegistration::with_options(&rig.context, pages(3), by_page()).unwrap_err();
+    // The driver was asked to unpin both, and said of the second that it is
+    // not page-locked.
+    assert_eq!(rig.sim.calls(UNREGISTER), 2);
+    assert_eq!(residency(&error.memory.unwrap()), Residency::Pageable);
+}
+
+#[test]
+fn memory_that_may_be_pinned_stays_registered_until_the_driver_says_otherwise() {
+    let rig = Rig::new();
+    let before = live(&rig);
+    rig.sim.fail_nth_after_acting(REGISTER, 1, EARLIER);
+    rig.sim.fail_nth(UNREGISTER, 1, EARLIER);
+    let error = HostRegistration::new(&rig.context, vec![7u8; 100]).unwrap_err();
+    let registration = error.memory.unwrap_err();
+    assert_eq!(live(&rig), before + 1);
+    assert_eq!(residency(registration.as_bytes()), Residency::Pinned);
+    assert_eq!(registration.unregister().unwrap(), [7; 100]);
+    assert_eq!(live(&rig), before);
+}
+
+#[test]
+fn the_limit_holds_for_undoing_too() {
+    let rig = Rig::new();
+    let before = live(&rig);
+    let (start, started) = mpsc::channel::<()>();
+    let (entered, wait) = mpsc::channel();
+    let (done, end) = mpsc::channel::<()>();
+    let in_section = thread::spawn(move || {
+        started.recv().unwrap();
+        let _section = global().enter();
+        entered.send(()).unwrap();
+        end.recv().unwrap();
+    });
+    let mut progress = |_| {
+        start.send(()).unwrap();
+        wait.recv().unwrap();
+    };
+    let options = by_page()
+        .grace_limit(Duration::from_millis(20))
+        .progress(&mut progress);
+    let error = HostRegistration::with_options(&rig.context, pages(3), options).unwrap_err();
+    assert!(matches!(error.reason, RegisterFailure::Grace(_)), "{error}");
+    let registration = error.memory.unwrap_err();
+    assert_eq!(registration.chunks().len(), 1);
+    assert_eq!(
+        residency(&registration.as_bytes()[..PAGE]),
+        Residency::Pinned
+    );
+    assert_eq!(live(&rig), before + 1);
+    // Once the section has ended it can be undone.
+    done.send(()).unwrap();
+    in_section.join().unwrap();
+    registration.unregister().unwrap();
+    assert_eq!(live(&rig), before);
+}
+
+#[test]
+fn the_limit_holds_for_dropping_too() {
+    let rig = Rig::new();
+    let (memory, freed) = Tracked::new();
+    let options = RegisterOptions::default().grace_limit(Duration::from_millis(20));
+    let registration = HostRegistration::with_options(&rig.context, memory, options).unwrap();
+    let (entered, wait) = mpsc::channel();
+    let (done, end) = mpsc::channel::<()>();
+    let in_section = thread::spawn(move || {
+        let _section = global().enter();
+        entered.send(()).unwrap();
+        end.recv().unwrap();
+    });
+    wait.recv().unwrap();
+    let log = logged(|| drop(registration));
+    assert!(log.contains("ERROR") && log.contains("leaked"), "{log}");
+    assert!(!freed.load(Ordering::Relaxed));
+    assert_eq!(rig.sim.calls(UNREGISTER), 0);
+    done.send(()).unwrap();
+    in_section.join().unwrap();
+}
+
+/// Of many chunks, all are waited for at once.
+#[test]
+fn unpinning_takes_one_grace_period_however_many_chunks() {
+    let rig = Rig::new();
+    let registration = pinned_by_page(&rig, 3);
+    let base = registration.as_bytes().as_ptr().addr();
+    // As the driver is asked to unpin the first chunk, none is live any more.
+    let states = || {
+        let ours = global()
+            .regions()
+            .filter(|entry| (base..base + 3 * PAGE).contains(&entry.region().base().addr()));
+        ours.map(|entry| entry.state()).collect::<Vec<_>>()
+    };
+    assert_eq!(states(), [RegionState::Live; 3]);
+    let (entered, wait) = mpsc::channel();
+    let (done, end) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let _section = global().enter();
+            entered.send(()).unwrap();
+            end.recv().unwrap();
+        });
+        wait.recv().unwrap();
+        let unpinning = scope.spawn(|| registration.unregister().map(drop).unwrap());
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while states() != [RegionState::Retiring; 3] && Instant::now() < deadline {
+            thread::yield_now();
+        }
+        let seen = states();
+        done.send(()).unwrap();
+        unpinning.join().unwrap();
+        assert_eq!(seen, [RegionState::Retiring; 3]);
+    });
+    assert!(states().is_empty());
 }
 
 #[test]
@@ -567,8 +714,8 @@ fn chunks_that_could_not_be_unregistered_are_kept_in_order_with_the_first_error(
         Region::of(&bytes[page * PAGE..(page + 1) * PAGE]).unwrap()
     };
     let chunks: Vec<_> = error.registration.chunks().collect();
-    assert_eq!(chunks, [chunk(1), chunk(2)]);
-    let region = chunk(2);
+    assert_eq!(chunks, [chunk(0), chunk(1)]);
+    let region = chunk(0);
     assert_eq!(error.reason, UnregisterFailure::NotRegistered { region });
 }
 
@@ -644,7 +791,7 @@ fn inside_a_section_nothing_is_pinned() {
         RegisterFailure::Grace(GraceError::InsideSection)
     );
     assert_eq!(rig.sim.calls(REGISTER), 0);
-    let memory = error.backing.unwrap();
+    let memory = error.memory.unwrap();
     assert_eq!(section.residency(&memory), Residency::Pageable);
     drop(section);
     HostRegistration::new(&rig.context, memory).unwrap();
@@ -703,7 +850,7 @@ fn other_threads_sections_are_waited_for_within_the_limit() {
         "{error}"
     );
     assert_eq!(
-        residency(error.backing.as_ref().unwrap()),
+        residency(error.memory.as_ref().unwrap()),
         Residency::Pageable
     );
     let error = registration.unregister().unwrap_err();

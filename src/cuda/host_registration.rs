@@ -12,11 +12,12 @@ use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use super::host_memory::HostMemory;
 use super::registration_error::{
-    RegisterError, RegisterFailure, UnregisterError, UnregisterFailure,
+    RegisterError, RegisterFailure, UnregisterError, UnregisterFailure, is_not_registered,
+    is_refusal,
 };
 use super::{chunks, driver};
 use crate::snapshot::Span;
-use crate::{PinError, Region, Registration, global, reader};
+use crate::{Region, RegionState, Registration, global, reader};
 
 /// Memory that is page-locked where it is, in the process-wide registry while
 /// it is.
@@ -32,8 +33,9 @@ use crate::{PinError, Region, Registration, global, reader};
 /// with threads that copy from it. A copy across the boundary of two chunks is
 /// made in two parts; [`RegisterOptions`] says where boundaries fall.
 ///
-/// Dropping waits for copies and unpins. If it cannot, the memory is leaked,
-/// not freed, and stays registered; an error is logged. To be told instead,
+/// Dropping waits for copies, for at most
+/// [`grace_limit`](RegisterOptions::grace_limit), and unpins. If it cannot, the
+/// memory is leaked, not freed, and stays registered; an error is logged. To be told instead,
 /// and to have the memory back, call [`unregister`](Self::unregister).
 ///
 /// # Examples
@@ -74,6 +76,8 @@ struct Parts<B> {
     /// Held, since a registration goes with its context.
     context: Arc<CudaContext>,
     grace_limit: Option<Duration>,
+    /// A chunk of which the driver did not say whether it is page-locked.
+    in_doubt: Option<Region>,
     /// The process that pinned the memory. A child after `fork` has a copy of
     /// this, but not of the pinning: it must neither unpin nor free.
     owner: u32,
@@ -95,9 +99,10 @@ impl<B: HostMemory> HostRegistration<B> {
     ///
     /// # Errors
     ///
-    /// [`RegisterError`], which says why and gives the memory back: it is as
-    /// it was, to be copied from as pageable memory. If any chunk fails, those
-    /// before it are unpinned.
+    /// [`RegisterError`], which says why and gives the memory back. If any
+    /// chunk fails, those before it are unpinned, so that it is as it was, to
+    /// be copied from as pageable memory; if that fails too, a registration of
+    /// what is still page-locked is given back instead.
     ///
     /// # Panics
     ///
@@ -114,13 +119,16 @@ impl<B: HostMemory> HostRegistration<B> {
                 backing,
                 context: Arc::clone(context),
                 grace_limit: options.grace_limit,
+                in_doubt: None,
                 owner: process::id(),
             }),
         };
         match registration.parts.pin(&mut options) {
             Ok(()) => Ok(registration),
             Err(reason) => Err(RegisterError {
-                backing: registration.take_back(),
+                memory: registration
+                    .unregister()
+                    .map_err(|error| Box::new(error.registration)),
                 reason,
             }),
         }
@@ -153,8 +161,7 @@ impl<B: HostMemory> HostRegistration<B> {
         // Kept whatever happens on the way, so that nothing is freed while it
         // is page-locked.
         let mut parts = ManuallyDrop::new(self.into_parts());
-        let limit = parts.grace_limit;
-        match parts.unpin(limit) {
+        match parts.unpin() {
             // SAFETY: `parts` is not used again, nor dropped.
             Ok(()) => Ok(unsafe { ManuallyDrop::take(&mut parts) }.backing),
             Err(reason) => Err(UnregisterError {
@@ -169,20 +176,6 @@ impl<B: HostMemory> HostRegistration<B> {
         // SAFETY: `this` is not used again, nor dropped.
         unsafe { ManuallyDrop::take(&mut this.parts) }
     }
-
-    /// Unpins what was page-locked before an error; `None`, and the memory is
-    /// leaked, if that fails too.
-    fn take_back(self) -> Option<B> {
-        let mut parts = ManuallyDrop::new(self.into_parts());
-        match parts.unpin(None) {
-            // SAFETY: `parts` is not used again, nor dropped.
-            Ok(()) => Some(unsafe { ManuallyDrop::take(&mut parts) }.backing),
-            Err(error) => {
-                parts.report_leak(&error);
-                None
-            }
-        }
-    }
 }
 
 impl<B: HostMemory> Parts<B> {
@@ -193,13 +186,15 @@ impl<B: HostMemory> Parts<B> {
             return Ok(());
         };
         driver::require().map_err(RegisterFailure::Driver)?;
-        if let Some(registered) =
-            reader::ask_global(|snapshot| snapshot.first_region(Span::of(bytes)))
-        {
-            return Err(RegisterFailure::Overlaps {
-                region: whole,
-                registered,
-            });
+        let overlaps = |registered| RegisterFailure::Overlaps {
+            region: whole,
+            registered,
+        };
+        // Before anything is page-locked. Each chunk is looked at again in the
+        // step that registers it.
+        let registered = reader::ask_global(|snapshot| snapshot.first_region(Span::of(bytes)));
+        if let Some(registered) = registered {
+            return Err(overlaps(registered));
         }
         let flags = flags(&self.context, self.backing.is_read_only())?;
 
@@ -214,17 +209,31 @@ impl<B: HostMemory> Parts<B> {
             let Ok(chunk) = Region::of(bytes) else {
                 continue;
             };
-            // SAFETY: `self` owns the memory, and is neither dropped nor gives
-            // it back before it was unpinned (`HostRegistration`'s drop,
-            // `unregister`, `take_back`).
-            let pin = || unsafe { driver::register_host(&self.context, bytes, flags) };
-            let pinned = match self.grace_limit {
-                Some(limit) => global().pin_within(limit, chunk, pin),
-                None => global().pin_with(chunk, pin),
+            let id = global()
+                .register_alone(RegionState::Pinning, chunk)
+                .map_err(overlaps)?;
+            let mut doubt = None;
+            let pin = || {
+                // SAFETY: `self` owns the memory, and is neither dropped nor
+                // gives it back before it was unpinned (`HostRegistration`'s
+                // drop, `unregister`).
+                let registered = unsafe { driver::register_host(&self.context, bytes, flags) };
+                match registered {
+                    Err(error) if !is_refusal(&error) => {
+                        doubt = Some(error);
+                        Ok(())
+                    }
+                    certain => certain,
+                }
             };
-            let registration =
-                pinned.map_err(|error| RegisterFailure::of_pin(error, chunk, pinned_bytes))?;
+            let registration = global()
+                .pin_registered(id, chunk, self.grace_limit, pin)
+                .map_err(|error| RegisterFailure::of_pin(error, chunk, pinned_bytes))?;
             self.chunks.push(registration);
+            if let Some(error) = doubt {
+                self.in_doubt = Some(chunk);
+                return Err(RegisterFailure::Driver(error));
+            }
             pinned_bytes += bytes.len();
             if let Some(progress) = &mut options.progress {
                 progress(Progress {
@@ -239,36 +248,31 @@ impl<B: HostMemory> Parts<B> {
 
     /// Unpins all chunks, or all that can be: the others stay, with the first
     /// error.
-    fn unpin(&mut self, limit: Option<Duration>) -> Result<(), UnregisterFailure> {
+    fn unpin(&mut self) -> Result<(), UnregisterFailure> {
         if self.chunks.is_empty() {
             return Ok(());
         }
         if process::id() != self.owner {
             return Err(UnregisterFailure::ForkedChild);
         }
-        let mut result = Ok(());
-        let mut stuck = Vec::new();
-        while let Some(chunk) = self.chunks.pop() {
-            let region = chunk.region();
+        let Self {
+            chunks,
+            context,
+            in_doubt,
+            ..
+        } = self;
+        let unpin = |region| {
             // SAFETY: of this crate's copies none reads the chunk any more
             // (the grace period), and all that the memory is lent to are over.
-            let unpin = || unsafe { driver::unregister_host(&self.context, region) };
-            let unpinned = match limit {
-                Some(limit) => chunk.unpin_within(limit, unpin),
-                None => chunk.unpin_with(unpin),
-            };
-            let Err(error) = unpinned else {
-                continue;
-            };
-            stuck.push(error.registration);
-            let hopeless = matches!(error.reason, PinError::Grace(_));
-            result = result.and(Err(UnregisterFailure::of_unpin(error.reason, region)));
-            if hopeless {
-                break;
+            match unsafe { driver::unregister_host(context, region) } {
+                // Then it never was page-locked.
+                Err(error) if *in_doubt == Some(region) && is_not_registered(&error) => Ok(()),
+                unpinned => unpinned.map_err(|error| (error, region)),
             }
-        }
-        self.chunks.extend(stuck.into_iter().rev());
-        result
+        };
+        global()
+            .unpin_all(chunks, self.grace_limit, unpin)
+            .map_err(UnregisterFailure::of_unpin)
     }
 
     fn report_leak(&self, error: &UnregisterFailure) {
@@ -303,7 +307,7 @@ impl<B: HostMemory> Drop for HostRegistration<B> {
         if process::id() != self.parts.owner {
             return;
         }
-        match self.parts.unpin(None) {
+        match self.parts.unpin() {
             // SAFETY: dropped once, here, and not used afterwards.
             Ok(()) => unsafe { ManuallyDrop::drop(&mut self.parts) },
             Err(error) => self.parts.report_leak(&error),
@@ -378,9 +382,9 @@ impl<'a> RegisterOptions<'a> {
     }
 
     /// How long to wait, at most, for the copies of other threads: before
-    /// each chunk is page-locked, and in
-    /// [`unregister`](HostRegistration::unregister) before each is unpinned.
-    /// As long as it takes, if not set. (Dropping waits as long as it takes.)
+    /// each chunk is page-locked, and before all are unpinned, by
+    /// [`unregister`](HostRegistration::unregister), by dropping, or after an
+    /// error. As long as it takes, if not set.
     pub fn grace_limit(mut self, limit: Duration) -> Self {
         self.grace_limit = Some(limit);
         self

@@ -316,7 +316,7 @@ impl<T> Drop for PinnedBuffer<T> {
         match freed {
             // Unpinned first, unregistered then: in between, the answer
             // "pinned" is wrong to the safe side.
-            Ok(()) => global().unregister_handles(registration),
+            Ok(()) => global().unregister_handles(&[registration]),
             Err(error) => {
                 self.leak();
                 tracing::error!(

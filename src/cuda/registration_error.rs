@@ -10,15 +10,16 @@ use super::host_memory::HostMemory;
 use super::{CudaError, HostRegistration, chunks};
 use crate::{GraceError, PinError, Region};
 
-/// Memory was not page-locked. What had been of it is not any more.
+/// Memory was not page-locked.
 #[non_exhaustive]
-pub struct RegisterError<B> {
+pub struct RegisterError<B: HostMemory> {
     /// The memory, to use as it is: copies from it are as right, only slower.
     ///
-    /// `None` if some of it was page-locked and could not be unpinned again.
-    /// It is leaked then, and stays registered, so that whoever else holds it
-    /// (another `Arc`) can copy from it all the same.
-    pub backing: Option<B>,
+    /// The error is a registration of what is still page-locked of it, or may
+    /// be, since it could not be unpinned again: copies of other threads could
+    /// not be waited for within the limit, or the driver failed. Try
+    /// [`unregister`](HostRegistration::unregister) later.
+    pub memory: Result<B, Box<HostRegistration<B>>>,
     /// Why.
     pub reason: RegisterFailure,
 }
@@ -104,6 +105,29 @@ fn code(error: &CudaError) -> Option<CUresult> {
     }
 }
 
+/// Whether the driver says, by this error of `cuMemHostRegister`, that it took
+/// nothing, or was not asked. Any other error may be that of earlier,
+/// asynchronous work (so the driver's reference), and then says nothing about
+/// the memory.
+pub(super) fn is_refusal(error: &CudaError) -> bool {
+    match code(error) {
+        None => true,
+        Some(code) => matches!(
+            code,
+            CUresult::CUDA_ERROR_INVALID_VALUE
+                | CUresult::CUDA_ERROR_OUT_OF_MEMORY
+                | CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
+                | CUresult::CUDA_ERROR_NOT_PERMITTED
+                | CUresult::CUDA_ERROR_NOT_SUPPORTED
+        ),
+    }
+}
+
+/// Whether `cuMemHostUnregister` says that the memory is not page-locked.
+pub(super) fn is_not_registered(error: &CudaError) -> bool {
+    code(error) == Some(CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
+}
+
 impl fmt::Display for RegisterFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -156,28 +180,29 @@ impl fmt::Display for RegisterFailure {
 
 impl Error for RegisterFailure {}
 
-impl<B> fmt::Debug for RegisterError<B> {
+impl<B: HostMemory> fmt::Debug for RegisterError<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RegisterError")
             .field("reason", &self.reason)
-            .field("leaked", &self.backing.is_none())
+            .field("still_pinned", &self.memory.as_ref().err())
             .finish_non_exhaustive()
     }
 }
 
-impl<B> fmt::Display for RegisterError<B> {
+impl<B: HostMemory> fmt::Display for RegisterError<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.reason.fmt(f)?;
-        if self.backing.is_none() {
+        if self.memory.is_err() {
             f.write_str(
-                " (what had been page-locked could not be unpinned, and is leaked: see the log)",
+                " (some of the memory is still page-locked, and could not be unpinned: \
+                 unregister it later)",
             )?;
         }
         Ok(())
     }
 }
 
-impl<B> Error for RegisterError<B> {}
+impl<B: HostMemory> Error for RegisterError<B> {}
 
 /// Memory was not given free; here is its registration again.
 #[non_exhaustive]
@@ -210,15 +235,13 @@ pub enum UnregisterFailure {
 }
 
 impl UnregisterFailure {
-    pub(super) fn of_unpin(error: PinError<CudaError>, region: Region) -> Self {
+    pub(super) fn of_unpin(error: PinError<(CudaError, Region)>) -> Self {
         match error {
             PinError::Grace(error) => Self::Grace(error),
-            PinError::Driver(error) => match code(&error) {
-                Some(CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED) => {
-                    Self::NotRegistered { region }
-                }
-                _ => Self::Driver(error),
-            },
+            PinError::Driver((error, region)) if is_not_registered(&error) => {
+                Self::NotRegistered { region }
+            }
+            PinError::Driver((error, _)) => Self::Driver(error),
         }
     }
 }

@@ -68,7 +68,7 @@ struct Functions {
     set_torn_detection: Symbol<extern "C" fn(bool)>,
     hold: Symbol<extern "C" fn() -> u64>,
     release: Symbol<extern "C" fn(u64)>,
-    fail: Symbol<unsafe extern "C" fn(*const c_char, u64, i32)>,
+    fail: Symbol<unsafe extern "C" fn(*const c_char, u64, i32, bool)>,
     clear_faults: Symbol<extern "C" fn()>,
     calls: Symbol<unsafe extern "C" fn(*const c_char) -> u64>,
     counters: Symbol<unsafe extern "C" fn(*mut Counters)>,
@@ -279,7 +279,20 @@ impl Session {
     #[track_caller]
     pub fn fail_nth(&self, call: &str, nth: u64, code: i32) {
         assert!(nth > 0, "calls are counted from 1");
-        self.order_fault(call, nth, code);
+        self.order_fault(call, nth, code, false);
+    }
+
+    /// Makes the `nth` call of `call` from now do its work, if it can, and
+    /// then return `code`, as the driver's calls do where the error is one of
+    /// earlier, asynchronous work.
+    ///
+    /// # Panics
+    ///
+    /// As [`fail_nth`](Self::fail_nth).
+    #[track_caller]
+    pub fn fail_nth_after_acting(&self, call: &str, nth: u64, code: i32) {
+        assert!(nth > 0, "calls are counted from 1");
+        self.order_fault(call, nth, code, true);
     }
 
     /// Makes every call of `call` return `code` and do nothing.
@@ -289,15 +302,15 @@ impl Session {
     /// As [`fail_nth`](Self::fail_nth).
     #[track_caller]
     pub fn fail_always(&self, call: &str, code: i32) {
-        self.order_fault(call, 0, code);
+        self.order_fault(call, 0, code, false);
     }
 
     #[track_caller]
-    fn order_fault(&self, call: &str, nth: u64, code: i32) {
+    fn order_fault(&self, call: &str, nth: u64, code: i32, acts: bool) {
         assert!(code::is_known(code), "{code} is not a known result code");
         let name = self.sim.exported(call);
         // SAFETY: a C string that outlives the call.
-        unsafe { (self.sim.functions.fail)(name.as_ptr(), nth, code) }
+        unsafe { (self.sim.functions.fail)(name.as_ptr(), nth, code, acts) }
     }
 
     /// Forgets all faults.

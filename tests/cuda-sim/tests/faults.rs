@@ -37,6 +37,33 @@ fn a_copy_that_fails_transfers_nothing() {
 }
 
 #[test]
+fn a_copy_that_fails_after_acting_transfers_all_the_same() {
+    let bench = bench();
+    let stream = bench.stream();
+    bench
+        .session
+        .fail_nth_after_acting("cuMemcpyHtoDAsync_v2", 1, code::LAUNCH_FAILED);
+    let destination = device_alloc(8);
+    for expected in [719, 0] {
+        assert_eq!(
+            htod(destination, [0; 8].as_ptr(), 8, stream.cu_stream()),
+            expected
+        );
+    }
+    assert_eq!(stream_wait(stream.cu_stream()), 0);
+    assert_eq!(bench.session.counters().h2d_transfers, 2);
+}
+
+#[test]
+fn a_call_that_cannot_act_returns_its_own_error() {
+    let bench = bench();
+    bench
+        .session
+        .fail_nth_after_acting("cuEventRecord", 1, code::UNKNOWN);
+    assert_ne!(record(std::ptr::null_mut(), std::ptr::null_mut()), 999);
+}
+
+#[test]
 fn every_call_fails_until_faults_are_cleared() {
     let bench = bench();
     let stream = bench.stream();

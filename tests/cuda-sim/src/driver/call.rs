@@ -24,18 +24,19 @@ impl Site {
         }
     }
 
-    /// Counts the call, lets an ordered fault take its place, and otherwise
-    /// runs `body`, whose panics become `CUDA_ERROR_UNKNOWN`.
+    /// Counts the call, lets an ordered fault take its place, or else runs
+    /// `body`, whose panics become `CUDA_ERROR_UNKNOWN`.
     pub(super) fn run(&'static self, body: impl FnOnce() -> Outcome) -> i32 {
         if !self.listed.load(Ordering::Relaxed) && !self.listed.swap(true, Ordering::Relaxed) {
             sites().push(self);
         }
         self.calls.fetch_add(1, Ordering::Relaxed);
-        if let Some(code) = faults::due(self.name) {
-            return code;
+        let fault = faults::due(self.name);
+        if let Some(fault) = fault.filter(|fault| !fault.acts) {
+            return fault.code;
         }
         match catch_unwind(AssertUnwindSafe(body)) {
-            Ok(Ok(())) => code::SUCCESS,
+            Ok(Ok(())) => fault.map_or(code::SUCCESS, |fault| fault.code),
             Ok(Err(code)) => code,
             Err(_) => code::UNKNOWN,
         }

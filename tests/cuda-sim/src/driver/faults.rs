@@ -1,4 +1,5 @@
-//! Faults on demand: which call returns which code instead of acting.
+//! Faults on demand: which call returns which code, instead of acting or
+//! after it.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -7,7 +8,16 @@ struct Fault {
     call: String,
     /// Calls left until it strikes; it strikes at 1. None: every call.
     countdown: Option<u64>,
-    code: i32,
+    due: Due,
+}
+
+/// What a call that is to fail does.
+#[derive(Clone, Copy)]
+pub(super) struct Due {
+    pub(super) code: i32,
+    /// Whether it acts all the same, as a call does that returns the error of
+    /// earlier work.
+    pub(super) acts: bool,
 }
 
 static FAULTS: Mutex<Vec<Fault>> = Mutex::new(Vec::new());
@@ -17,8 +27,8 @@ static FAULTS: Mutex<Vec<Fault>> = Mutex::new(Vec::new());
 /// the two for themselves.
 static ORDERED: AtomicUsize = AtomicUsize::new(0);
 
-/// The code that this call of `call` must return, if it is to fail.
-pub(super) fn due(call: &str) -> Option<i32> {
+/// What this call of `call` must do, if it is to fail.
+pub(super) fn due(call: &str) -> Option<Due> {
     if ORDERED.load(Ordering::Relaxed) == 0 {
         return None;
     }
@@ -30,11 +40,11 @@ pub(super) fn due(call: &str) -> Option<i32> {
         }
         match &mut fault.countdown {
             None => {
-                due = due.or(Some(fault.code));
+                due = due.or(Some(fault.due));
                 true
             }
             Some(1) => {
-                due = Some(fault.code);
+                due = Some(fault.due);
                 false
             }
             Some(left) => {
@@ -48,12 +58,12 @@ pub(super) fn due(call: &str) -> Option<i32> {
 }
 
 /// Orders a fault: the `nth` call from now, or with 0 every call.
-pub(super) fn order(call: String, nth: u64, code: i32) {
+pub(super) fn order(call: String, nth: u64, due: Due) {
     let mut faults = faults();
     faults.push(Fault {
         call,
         countdown: (nth > 0).then_some(nth),
-        code,
+        due,
     });
     ORDERED.store(faults.len(), Ordering::Relaxed);
 }

@@ -94,16 +94,18 @@ extern "C" fn cuda_sim_release(hold: u64) {
     state.nudge_all();
 }
 
-/// Orders a fault: the `nth` call from now, or with 0 every call.
+/// Orders a fault: the `nth` call from now, or with 0 every call, acts or not,
+/// and returns `code`.
 ///
 /// # Safety
 ///
 /// `call` is a C string.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuda_sim_fail(call: *const c_char, nth: u64, code: i32) {
+unsafe extern "C" fn cuda_sim_fail(call: *const c_char, nth: u64, code: i32, acts: bool) {
     // SAFETY: passed on to the caller.
     let call = unsafe { CStr::from_ptr(call) };
-    faults::order(call.to_string_lossy().into_owned(), nth, code);
+    let due = faults::Due { code, acts };
+    faults::order(call.to_string_lossy().into_owned(), nth, due);
 }
 
 /// Forgets all faults.
