@@ -45,6 +45,7 @@ mod error;
 mod host_memory;
 mod host_registration;
 mod pinned_buffer;
+mod pinned_memory;
 mod registration_error;
 mod wait;
 

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::mem;
 use std::ops::Deref;
-use std::process;
 use std::ptr::NonNull;
 use std::slice;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,9 +12,8 @@ use cudarc::driver::{CudaContext, CudaStream, DeviceRepr, ValidAsZeroBits};
 
 use super::CudaError;
 use super::driver::{self, Event};
+use super::pinned_memory::PinnedMemory;
 use super::wait::{Waited, wait_for_event, wait_for_stream};
-use crate::snapshot::{Owner, RegionState};
-use crate::{Region, RegionId, global};
 
 /// `CU_STREAM_PER_THREAD`.
 const PER_THREAD_STREAM: usize = 2;
@@ -55,16 +53,13 @@ const PER_THREAD_STREAM: usize = 2;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct PinnedBuffer<T> {
-    /// Dangling if `bytes` is 0.
-    memory: NonNull<T>,
+    /// `None` if the buffer has no bytes.
+    memory: Option<PinnedMemory>,
+    /// Where the elements are; dangling if they have no bytes.
+    elements: NonNull<T>,
     len: usize,
     context: Arc<CudaContext>,
-    /// `None` if the buffer has no bytes, and so no memory.
-    registration: Option<RegionId>,
     uses: Mutex<Uses>,
-    /// The process that pinned the memory. A child after `fork` has a copy of
-    /// this buffer, but not of the pinning: it must not free it.
-    owner: u32,
 }
 
 /// The transfers that may still read a buffer.
@@ -109,7 +104,7 @@ impl<T: DeviceRepr + Copy> PinnedBuffer<T> {
         let buffer = Self::allocate(context, len)?;
         // SAFETY: the memory holds `len` elements, nobody else has it, and
         // zeros are valid elements (`ValidAsZeroBits`).
-        unsafe { buffer.memory.as_ptr().write_bytes(0, len) };
+        unsafe { buffer.elements.as_ptr().write_bytes(0, len) };
         Ok(buffer)
     }
 
@@ -125,7 +120,7 @@ impl<T: DeviceRepr + Copy> PinnedBuffer<T> {
         unsafe {
             elements
                 .as_ptr()
-                .copy_to_nonoverlapping(buffer.memory.as_ptr(), elements.len());
+                .copy_to_nonoverlapping(buffer.elements.as_ptr(), elements.len());
         }
         Ok(buffer)
     }
@@ -142,24 +137,20 @@ impl<T: DeviceRepr + Copy> PinnedBuffer<T> {
             return Err(too_large);
         };
         let mut buffer = Self {
-            memory: NonNull::dangling(),
+            memory: None,
+            elements: NonNull::dangling(),
             len,
             context: Arc::clone(context),
-            registration: None,
             uses: Mutex::default(),
-            owner: process::id(),
         };
         if bytes == 0 {
             return Ok(buffer);
         }
-        let memory = driver::alloc_host(context, bytes)?;
-        // An allocation neither is null nor wraps. Were it to, it would be
-        // left unused: memory that cannot be registered must not be copied.
-        let region = Region::new(memory.as_ptr(), bytes).map_err(|_| too_large)?;
-        // Registered before anybody can hold a slice of it.
-        buffer.registration = Some(global().register_for(Owner::Handle, RegionState::Live, region));
-        buffer.memory = memory.cast();
-        if !buffer.memory.is_aligned() {
+        let memory = buffer
+            .memory
+            .insert(PinnedMemory::allocate(context, bytes)?);
+        buffer.elements = memory.base().cast();
+        if !buffer.elements.is_aligned() {
             return Err(CudaError::Misaligned {
                 wanted: align_of::<T>(),
             });
@@ -175,7 +166,7 @@ impl<T> PinnedBuffer<T> {
         // SAFETY: the memory holds `len` initialised elements (every
         // constructor sees to it). The device only ever reads it, and the CPU
         // writes it only through `as_mut_slice`, which borrows it alone.
-        unsafe { slice::from_raw_parts(self.memory.as_ptr(), self.len) }
+        unsafe { slice::from_raw_parts(self.elements.as_ptr(), self.len) }
     }
 
     /// The elements, to write. Waits until no transfer reads them.
@@ -187,7 +178,7 @@ impl<T> PinnedBuffer<T> {
     pub fn as_mut_slice(&mut self) -> Result<&mut [T], CudaError> {
         self.wait()?;
         // SAFETY: as in `as_slice`; and no transfer is in flight.
-        Ok(unsafe { slice::from_raw_parts_mut(self.memory.as_ptr(), self.len) })
+        Ok(unsafe { slice::from_raw_parts_mut(self.elements.as_ptr(), self.len) })
     }
 
     /// Waits until no transfer reads the buffer.
@@ -232,13 +223,6 @@ impl<T> PinnedBuffer<T> {
             },
         };
         enqueued.and(noted)
-    }
-
-    /// Keeps all that the memory needs. The context above all: the memory
-    /// would go with it. In a forked child, the events are not ours either.
-    fn leak(&mut self) {
-        mem::forget(Arc::clone(&self.context));
-        mem::forget(mem::take(self.uses_mut()));
     }
 
     fn uses_mut(&mut self) -> &mut Uses {
@@ -297,33 +281,23 @@ impl<T> Deref for PinnedBuffer<T> {
 
 impl<T> Drop for PinnedBuffer<T> {
     fn drop(&mut self) {
-        let Some(registration) = self.registration else {
+        let Some(memory) = self.memory.take() else {
             return;
         };
-        if process::id() != self.owner {
-            self.leak();
+        // In a forked child, the events are not ours either.
+        if !memory.is_of_this_process() {
+            mem::forget(mem::take(self.uses_mut()));
             return;
         }
-        let freed = match self.uses_mut().settle() {
+        match self.uses_mut().settle() {
             // An error of a transfer that is over was for `wait` to report.
-            Waited::Done(_) => {
-                // SAFETY: nobody borrows the buffer, and no transfer reads it:
-                // each was noted by `use_in`, and waited for.
-                unsafe { driver::free_host(&self.context, self.memory.cast()) }
-            }
-            Waited::Unknown(error) => Err(error),
-        };
-        match freed {
-            // Unpinned first, unregistered then: in between, the answer
-            // "pinned" is wrong to the safe side.
-            Ok(()) => global().unregister_handles(&[registration]),
-            Err(error) => {
-                self.leak();
-                tracing::error!(
-                    %error,
-                    bytes = self.len * size_of::<T>(),
-                    "page-locked memory could not be freed and is leaked; it stays registered"
-                );
+            //
+            // SAFETY: nobody borrows the buffer, and no transfer reads it:
+            // each was noted by `use_in`, and waited for.
+            Waited::Done(_) => unsafe { memory.free() },
+            Waited::Unknown(error) => {
+                mem::forget(mem::take(self.uses_mut()));
+                memory.report_leak(&error);
             }
         }
     }
@@ -334,7 +308,7 @@ impl<T> fmt::Debug for PinnedBuffer<T> {
         f.debug_struct("PinnedBuffer")
             .field("len", &self.len)
             .field("bytes", &(self.len * size_of::<T>()))
-            .field("registration", &self.registration)
+            .field("memory", &self.memory)
             .finish_non_exhaustive()
     }
 }
