@@ -81,6 +81,17 @@ impl Registry {
         self.register_for(Owner::Id, RegionState::Live, region)
     }
 
+    /// As [`register`](Self::register), for memory that is write-combined
+    /// (`CU_MEMHOSTALLOC_WRITECOMBINED`, which `cudarc`'s `alloc_pinned` sets).
+    ///
+    /// The CPU reads such memory very slowly. So a copy to the device waits
+    /// for the device rather than read it to stage it.
+    pub fn register_write_combined(&self, region: Region) -> RegionId {
+        let id = RegionId::draw();
+        self.add(&[RegionEntry::new(id, region, Owner::Id).that_is_write_combined()]);
+        id
+    }
+
     /// Adds all `regions` in one publish: a lookup sees all of them or none.
     /// The ids come in the order of the regions.
     ///

@@ -100,6 +100,7 @@ pub struct RegionEntry {
     region: Region,
     owner: Owner,
     state: RegionState,
+    write_combined: bool,
 }
 
 impl RegionEntry {
@@ -109,6 +110,14 @@ impl RegionEntry {
             region,
             owner,
             state: RegionState::Live,
+            write_combined: false,
+        }
+    }
+
+    pub(crate) fn that_is_write_combined(self) -> Self {
+        Self {
+            write_combined: true,
+            ..self
         }
     }
 
@@ -120,6 +129,13 @@ impl RegionEntry {
     #[must_use]
     pub fn state(&self) -> RegionState {
         self.state
+    }
+
+    /// Whether it was registered as
+    /// [write-combined](crate::Registry::register_write_combined).
+    #[must_use]
+    pub fn is_write_combined(&self) -> bool {
+        self.write_combined
     }
 
     /// The name of the registration.
@@ -167,6 +183,8 @@ pub(crate) struct Snapshot {
     entries: Box<[RegionEntry]>,
     /// The regions that are about to be unpinned; mostly none.
     retiring: Box<[Region]>,
+    /// The regions that are slow to read; mostly none.
+    write_combined: Box<[Region]>,
 }
 
 impl Snapshot {
@@ -211,9 +229,13 @@ impl Snapshot {
 
     /// Whether `span` reaches into a region that is about to be unpinned.
     pub(crate) fn is_retiring(&self, span: Span) -> bool {
-        let overlaps =
-            |region: &Region| region.start_addr() < span.end && span.start < region.end_addr();
-        !span.is_empty() && self.retiring.iter().any(overlaps)
+        span.reaches_into_any(&self.retiring)
+    }
+
+    /// Whether `span` reaches into a region that is slow to read.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_write_combined(&self, span: Span) -> bool {
+        span.reaches_into_any(&self.write_combined)
     }
 
     fn from_sorted(entries: Vec<RegionEntry>) -> Self {
@@ -248,11 +270,8 @@ impl Snapshot {
             run_ends: run_ends.into(),
             reaches: reaches.into(),
             reachers: reachers.into(),
-            retiring: entries
-                .iter()
-                .filter(|entry| entry.state == RegionState::Retiring)
-                .map(|entry| entry.region)
-                .collect(),
+            retiring: regions_of(&entries, |entry| entry.state == RegionState::Retiring),
+            write_combined: regions_of(&entries, |entry| entry.write_combined),
             entries: entries.into(),
         }
     }
@@ -360,6 +379,11 @@ impl Snapshot {
     }
 }
 
+fn regions_of(entries: &[RegionEntry], wanted: impl Fn(&RegionEntry) -> bool) -> Box<[Region]> {
+    let wanted = entries.iter().filter(|&entry| wanted(entry));
+    wanted.map(|entry| entry.region).collect()
+}
+
 modelled_only! {
     impl Snapshot {
         /// These regions, with the runs and reaches of others.
@@ -400,6 +424,17 @@ impl Span {
     #[inline]
     pub(crate) fn is_empty(self) -> bool {
         self.start == self.end
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn len(self) -> usize {
+        self.end - self.start
+    }
+
+    fn reaches_into_any(self, regions: &[Region]) -> bool {
+        let overlaps =
+            |region: &Region| region.start_addr() < self.end && self.start < region.end_addr();
+        !self.is_empty() && regions.iter().any(overlaps)
     }
 }
 

@@ -12,13 +12,18 @@ use common::{Rig, in_child};
 use cuda_sim::code;
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::{CudaSlice, DriverError};
-use pinned_hosts::cuda::{self, Copier, CudaError, PinnedBuffer};
+use pinned_hosts::cuda::{self, Copier, CudaError, PinnedBuffer, Policy};
 use pinned_hosts::live_count;
 
 const LEN: usize = 4096;
 
-/// What a server does with a copier, each result to be looked at.
-fn some_copies(rig: &Rig, on_device: &mut CudaSlice<u8>) -> Result<(), CudaError> {
+/// What a server does with a copier, each result to be looked at. `ending` is
+/// called before the copier is dropped.
+fn some_copies(
+    rig: &Rig,
+    on_device: &mut CudaSlice<u8>,
+    mut ending: impl FnMut(),
+) -> Result<(), CudaError> {
     let pageable = vec![1u8; LEN];
     let mut pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN])?;
 
@@ -38,6 +43,10 @@ fn some_copies(rig: &Rig, on_device: &mut CudaSlice<u8>) -> Result<(), CudaError
             note(copier.copy_h2d_from(&pinned, 0..LEN, on_device));
             note(pinned.as_mut_slice().map(|pinned| pinned.fill(3)));
             note(copier.copy_h2d_from(&pinned, 0..LEN, on_device));
+            note(copier.copy_h2d_async_with(Policy::Wait, &pinned, on_device));
+            let mut back = [0u8; LEN];
+            note(copier.copy_d2h_async(on_device, &mut back));
+            ending();
         }
         Err(error) => note(Err(error)),
     }
@@ -47,7 +56,7 @@ fn some_copies(rig: &Rig, on_device: &mut CudaSlice<u8>) -> Result<(), CudaError
 
 /// Every driver function that the copies above call by themselves. Those for
 /// device memory are `cudarc`'s own business.
-const CALLS: [&str; 12] = [
+const CALLS: [&str; 13] = [
     "cuCtxGetCurrent",
     "cuDeviceGetAttribute",
     "cuEventCreate",
@@ -57,6 +66,7 @@ const CALLS: [&str; 12] = [
     "cuEventQuery",
     "cuMemFreeHost",
     "cuMemHostAlloc",
+    "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
     "cuStreamIsCapturing",
     "cuThreadExchangeStreamCaptureMode",
@@ -72,7 +82,10 @@ fn whichever_call_fails_nothing_is_torn_and_nothing_is_lost() {
             let before = (live_count(), rig.counters().live_host_allocations);
             rig.sim.fail_nth(call, nth, code::UNKNOWN);
             let calls = rig.sim.calls(call);
-            let result = some_copies(&rig, &mut on_device);
+            let mut in_copies = false;
+            let result = some_copies(&rig, &mut on_device, || {
+                in_copies = rig.sim.calls(call) - calls >= nth;
+            });
             let reached = rig.sim.calls(call) - calls >= nth;
             rig.sim.clear_faults();
             rig.assert_sound();
@@ -91,7 +104,7 @@ fn whichever_call_fails_nothing_is_torn_and_nothing_is_lost() {
             if !reached {
                 break;
             }
-            if ["cuMemcpyHtoDAsync_v2", "cuStreamIsCapturing"].contains(&call) {
+            if in_copies && OF_COPIES.contains(&call) {
                 assert!(result.is_err(), "{call}, call {nth} is a copy's own");
             }
             if let Err(error) = result {
@@ -103,6 +116,13 @@ fn whichever_call_fails_nothing_is_torn_and_nothing_is_lost() {
     }
     assert!(seen_errors > CALLS.len(), "{seen_errors}");
 }
+
+/// The calls without which a copy cannot be made.
+const OF_COPIES: [&str; 3] = [
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuStreamIsCapturing",
+];
 
 /// The calls without which the memory cannot be given back.
 const FREES: [&str; 2] = ["cuMemFreeHost", "cuCtxGetCurrent"];

@@ -43,7 +43,7 @@ fn random(seed: &mut u64) -> usize {
 /// told to stop.
 fn copy_until(stop: &AtomicBool, copier: &Copier, shared: &[u8], mut seed: u64) {
     let stream = copier.stream();
-    let private_copier = Copier::new(stream).unwrap();
+    let private_copier = common::waiting_copier(stream);
     let mut on_device = stream.alloc_zeros::<u8>(LARGEST_COPY).unwrap();
     let mut private = Vec::new();
     while !stop.load(Ordering::Relaxed) {
@@ -95,7 +95,8 @@ fn copies_are_sound_while_their_source_is_pinned_and_unpinned() {
     let rig = Rig::with(|sim| sim.set_attribute(READ_ONLY_SUPPORTED, 1));
     let shared = mapped_file();
     let stop = AtomicBool::new(false);
-    let copiers = [(); COPIERS].map(|()| Copier::new(&rig.context.new_stream().unwrap()).unwrap());
+    let copiers =
+        [(); COPIERS].map(|()| common::waiting_copier(&rig.context.new_stream().unwrap()));
     thread::scope(|scope| {
         for (seed, copier) in (1..).zip(&copiers) {
             let (stop, shared) = (&stop, &shared);

@@ -3,6 +3,10 @@
 use std::collections::HashSet;
 use std::panic::Location;
 use std::sync::{LazyLock, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::CudaError;
+use crate::{Region, Residency};
 
 /// Whether this is the first time that `site` asks. Only slow copies ask, so
 /// the lock costs nothing that shows.
@@ -12,4 +16,25 @@ pub(super) fn is_first_time(site: &Location<'static>) -> bool {
     SEEN.lock()
         .unwrap_or_else(PoisonError::into_inner)
         .insert(*site)
+}
+
+/// Says at `site` that a copy had to be waited for.
+pub(super) fn warn(
+    site: &Location<'static>,
+    region: Option<Region>,
+    residency: Residency,
+    cost: Duration,
+    no_ring: Option<&CudaError>,
+) {
+    match region {
+        Some(region) => tracing::warn!(
+            %site, %region, ?residency, ?cost, no_ring = no_ring.map(tracing::field::display),
+            "a copy from page-locked memory waited for the device: Policy::Stage (for sources \
+             within its limit), Copier::copy_h2d_from, upload and scope would not"
+        ),
+        None => tracing::warn!(
+            %site, ?residency, ?cost,
+            "a copy waited for the device, which reads pageable memory directly"
+        ),
+    }
 }

@@ -20,7 +20,7 @@ use crate::Region;
 /// `cudarc` to open a context or explain an error. `cudarc` panics in the call
 /// if one is missing, which must not happen between a copy and the wait for
 /// it; so all are looked for before the first copy.
-const FUNCTIONS: [&CStr; 23] = [
+const FUNCTIONS: [&CStr; 24] = [
     c"cuCtxGetCurrent",
     c"cuCtxSetCurrent",
     c"cuCtxSynchronize",
@@ -40,11 +40,15 @@ const FUNCTIONS: [&CStr; 23] = [
     c"cuMemHostAlloc",
     c"cuMemHostRegister_v2",
     c"cuMemHostUnregister",
+    c"cuMemcpyDtoHAsync_v2",
     c"cuMemcpyHtoDAsync_v2",
     c"cuStreamIsCapturing",
     c"cuStreamSynchronize",
     c"cuThreadExchangeStreamCaptureMode",
 ];
+
+/// `CU_STREAM_PER_THREAD`: one handle for many streams, each thread's own.
+pub(super) const PER_THREAD_STREAM: usize = 2;
 
 /// Fails if there is no driver, or one without the functions this crate
 /// calls. Only a success is remembered.
@@ -179,6 +183,32 @@ pub(super) unsafe fn copy_h2d(
     }
     .result()
     .map_err(CudaError::driver("cuMemcpyHtoDAsync"))
+}
+
+/// Enqueues a copy of `bytes` bytes to the address `destination`.
+///
+/// # Safety
+///
+/// Nobody may read or write the destination before the device has written it,
+/// which may be after this returned, and even if this returned an error. The
+/// source must hold `bytes` bytes, and be usable on `stream`.
+pub(super) unsafe fn copy_d2h(
+    destination: *mut u8,
+    source: CUdeviceptr,
+    bytes: usize,
+    stream: &CudaStream,
+) -> Result<(), CudaError> {
+    // SAFETY: the caller's promise; `stream` keeps its handle valid.
+    unsafe {
+        sys::cuMemcpyDtoHAsync_v2(
+            destination.cast::<c_void>(),
+            source,
+            bytes,
+            stream.cu_stream(),
+        )
+    }
+    .result()
+    .map_err(CudaError::driver("cuMemcpyDtoHAsync"))
 }
 
 pub(super) fn synchronize_stream(stream: &CudaStream) -> Result<(), CudaError> {

@@ -5,6 +5,8 @@ use std::fmt;
 
 use cudarc::driver::DriverError;
 
+use crate::Residency;
+
 use super::driver;
 
 /// Why a copy, an allocation or a wait failed.
@@ -50,6 +52,15 @@ pub enum CudaError {
     /// all memory that the allocator gives out to copy it through. Nothing was
     /// enqueued; try again.
     NowhereToBounce,
+    /// The copier's policy is [`Policy::Deny`](super::Policy::Deny), and the
+    /// device may use the borrowed host memory after the call. Nothing was
+    /// enqueued.
+    Denied {
+        /// What the host memory is.
+        residency: Residency,
+        /// How many bytes it has.
+        bytes: usize,
+    },
     /// A range of elements reaches past the end of the buffer it was taken
     /// from, or ends before it starts. Nothing was enqueued.
     RangeOutOfBounds {
@@ -138,6 +149,12 @@ impl fmt::Display for CudaError {
             Self::NowhereToBounce => f.write_str(
                 "the source is about to be unpinned, and so is the heap that the copy would go \
                  through: try again",
+            ),
+            Self::Denied { residency, bytes } => write!(
+                f,
+                "the policy is to deny copies of borrowed memory that the device may use after \
+                 the call, such as these {bytes} bytes ({residency:?}): use a PinnedBuffer with \
+                 copy_h2d_from or upload, or a scope, or Policy::Stage"
             ),
             Self::RangeOutOfBounds { start, end, len } => write!(
                 f,

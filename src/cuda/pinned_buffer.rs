@@ -11,12 +11,9 @@ use std::thread::{self, ThreadId};
 use cudarc::driver::{CudaContext, CudaStream, DeviceRepr, ValidAsZeroBits};
 
 use super::CudaError;
-use super::driver::{self, Event};
+use super::driver::{self, Event, PER_THREAD_STREAM};
 use super::pinned_memory::PinnedMemory;
 use super::wait::{Waited, wait_for_event, wait_for_stream};
-
-/// `CU_STREAM_PER_THREAD`.
-const PER_THREAD_STREAM: usize = 2;
 
 /// A buffer of page-locked host memory, allocated by the driver, in the
 /// process-wide registry from its making to its end.

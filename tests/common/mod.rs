@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use cuda_sim::{Counters, Session};
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream};
-use pinned_hosts::cuda::{self, Copier};
+use pinned_hosts::cuda::{self, Copier, CopierOptions, Policy};
 
-/// The simulated driver to oneself, a context, a stream, and a copier on it.
+/// The simulated driver to oneself, a context, a stream, and a
+/// [waiting copier](waiting_copier) on it.
 ///
 /// The fields are dropped in this order: what uses the driver goes first.
 pub(crate) struct Rig {
@@ -34,7 +35,7 @@ impl Rig {
         let _ = context.check_err();
         let stream = context.new_stream().unwrap();
         Self {
-            copier: Copier::new(&stream).unwrap(),
+            copier: waiting_copier(&stream),
             stream,
             context,
             sim,
@@ -73,6 +74,11 @@ impl Rig {
             "(torn transfers, dead reads) of {counters:?}"
         );
     }
+}
+
+/// A copier that waits for page-locked sources: what waits can be seen to.
+pub(crate) fn waiting_copier(stream: &Arc<CudaStream>) -> Copier {
+    Copier::with_options(stream, CopierOptions::default().policy(Policy::Wait)).unwrap()
 }
 
 /// Runs the test `name` of this binary in a process of its own, with the

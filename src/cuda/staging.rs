@@ -1,0 +1,281 @@
+//! The staging ring: page-locked memory of ours, through which a borrowed
+//! source is copied, so that the device never reads the source itself.
+//!
+//! # How blocks are used and used again
+//!
+//! The ring is made of blocks, each several times as large as the largest
+//! source. Sources are packed into one block, the open one, one behind the
+//! other. When the next source might not fit, the block is closed: an event is
+//! recorded, right behind the copy that was put into it last, and marks all
+//! copies from it, since they are in the order of one stream. That is one event
+//! for many copies, and none that waits for work behind them.
+//!
+//! ```text
+//! stream   copy copy copy EVENT kernel copy copy …
+//! blocks   [closed: a b c ·····]       [open: d e ····]     [closed …]
+//! ```
+//!
+//! Closed blocks stand in a queue in the order of the stream, so the one to
+//! look at is always the first. If its event has fired it is opened again;
+//! else the ring grows; else, at its limit, the copy waits for that event, and
+//! not for the rest of the stream.
+//!
+//! Blocks are recycled by asking events, not by host functions in the stream,
+//! which cost about 100 µs each.
+
+use std::collections::VecDeque;
+use std::mem;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::CudaStream;
+use cudarc::driver::sys::CUdeviceptr;
+
+use super::CudaError;
+use super::driver::{self, Event};
+use super::options::CopierOptions;
+use super::pinned_memory::PinnedMemory;
+use super::stats::Counts;
+use super::wait::{Waited, wait_for_enqueued, wait_for_event, wait_for_stream};
+
+/// Sources begin on cache lines of their own.
+const ALIGN: usize = 64;
+
+/// Blocks are so many times as large as the largest source.
+const SOURCES_PER_BLOCK: usize = 4;
+
+#[derive(Debug)]
+pub(super) struct StagingRing {
+    stream: Arc<CudaStream>,
+    /// The largest source, rounded up.
+    largest: usize,
+    block_bytes: usize,
+    limit: usize,
+    blocks: Mutex<Blocks>,
+}
+
+#[derive(Debug, Default)]
+struct Blocks {
+    /// Has room for the largest source.
+    open: Option<Block>,
+    /// In the order of the stream.
+    closed: VecDeque<Block>,
+    /// The memory of all blocks, in bytes; those that were leaked too.
+    bytes: usize,
+}
+
+#[derive(Debug)]
+struct Block {
+    memory: PinnedMemory,
+    /// How many of its bytes are in use, from its beginning.
+    used: usize,
+    /// Recorded when the block is closed.
+    event: Event,
+}
+
+/// Why a source was not staged.
+pub(super) enum NotStaged {
+    /// No memory could be page-locked. Nothing was enqueued.
+    NoRoom(CudaError),
+    /// The driver failed the copy. The device does not read the source.
+    Failed(CudaError),
+}
+
+impl StagingRing {
+    pub(super) fn new(stream: &Arc<CudaStream>, options: CopierOptions) -> Self {
+        let largest = options.stage_limit.next_multiple_of(ALIGN);
+        Self {
+            stream: Arc::clone(stream),
+            largest,
+            block_bytes: (largest * SOURCES_PER_BLOCK)
+                .min(options.ring_limit)
+                .max(largest),
+            limit: options.ring_limit,
+            blocks: Mutex::default(),
+        }
+    }
+
+    /// Copies the `bytes` bytes at `source`, which are not more than the
+    /// options' limit nor 0, into the ring, and enqueues their copy to the
+    /// device from there. The source is not read after this returned.
+    ///
+    /// # Safety
+    ///
+    /// The source must be readable, and the destination hold as many bytes and
+    /// be usable on the stream.
+    pub(super) unsafe fn copy_h2d(
+        &self,
+        destination: CUdeviceptr,
+        source: *const u8,
+        bytes: usize,
+        counts: &Counts,
+    ) -> Result<(), NotStaged> {
+        // Held until the copy is enqueued: the order of the blocks is that of
+        // the stream.
+        let mut blocks = self.lock();
+        let block = self
+            .open_block(&mut blocks, counts)
+            .map_err(NotStaged::NoRoom)?;
+        let offset = block.used;
+        block.used = (offset + bytes).next_multiple_of(ALIGN);
+        // SAFETY: the open block has room for the largest source behind what
+        // is in use, which the device may be reading. The source is no part of
+        // the block, which nobody else has a slice of. Padding in the source is
+        // copied as what it is.
+        let copied = unsafe {
+            let staged = block.memory.base().as_ptr().add(offset);
+            source.copy_to_nonoverlapping(staged, bytes);
+            // The memory stays as it is until an event behind the copy has
+            // fired; that an error says nothing about the copy does no harm.
+            driver::copy_h2d(destination, staged, bytes, &self.stream)
+        };
+        counts.staged.add(1);
+        counts.staged_bytes.add_size(bytes);
+        let full = block.used + self.largest > block.memory.bytes();
+        let closed = if full {
+            self.close(&mut blocks)
+        } else {
+            Ok(())
+        };
+        copied.and(closed).map_err(NotStaged::Failed)
+    }
+
+    /// The open block, which has room for the largest source.
+    fn open_block<'a>(
+        &self,
+        blocks: &'a mut Blocks,
+        counts: &Counts,
+    ) -> Result<&'a mut Block, CudaError> {
+        let block = match blocks.open.take() {
+            Some(block) => block,
+            None => self.empty_block(blocks, counts)?,
+        };
+        Ok(blocks.open.insert(block))
+    }
+
+    fn empty_block(&self, blocks: &mut Blocks, counts: &Counts) -> Result<Block, CudaError> {
+        if let Some(mut first) = blocks.closed.pop_front_if(|first| first.event.is_done()) {
+            first.used = 0;
+            return Ok(first);
+        }
+        let may_grow = blocks.bytes == 0 || blocks.bytes + self.block_bytes <= self.limit;
+        let mut last_error = None;
+        if may_grow {
+            match self.new_block(blocks, counts) {
+                Ok(block) => return Ok(block),
+                Err(error) => last_error = Some(error),
+            }
+        }
+        while let Some(mut first) = blocks.closed.pop_front() {
+            counts.ring_waits.add(1);
+            match wait_for_event(&first.event) {
+                // What the driver had to say was about the event, not about
+                // this copy.
+                Waited::Done(_) => {
+                    first.used = 0;
+                    return Ok(first);
+                }
+                Waited::Unknown(error) => {
+                    first.leak(&error);
+                    last_error = Some(error);
+                }
+            }
+        }
+        match last_error {
+            Some(error) => Err(error),
+            // All that there was is leaked.
+            None => self.new_block(blocks, counts),
+        }
+    }
+
+    fn new_block(&self, blocks: &mut Blocks, counts: &Counts) -> Result<Block, CudaError> {
+        let context = self.stream.context();
+        // In this order: an event that is not used is no loss.
+        let event = Event::new(context)?;
+        let memory = PinnedMemory::allocate(context, self.block_bytes)?;
+        blocks.bytes += self.block_bytes;
+        counts.ring_bytes.add_size(self.block_bytes);
+        Ok(Block {
+            memory,
+            used: 0,
+            event,
+        })
+    }
+
+    /// Closes the open block. If its copies cannot be marked, they are waited
+    /// for here and now.
+    fn close(&self, blocks: &mut Blocks) -> Result<(), CudaError> {
+        let Some(mut block) = blocks.open.take() else {
+            return Ok(());
+        };
+        let Err(error) = block.event.record(&self.stream) else {
+            blocks.closed.push_back(block);
+            return Ok(());
+        };
+        match wait_for_stream(error, &self.stream) {
+            Waited::Done(result) => {
+                block.used = 0;
+                blocks.open = Some(block);
+                result
+            }
+            Waited::Unknown(error) => {
+                block.leak(&error);
+                Err(error)
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Blocks> {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Block {
+    /// Frees the memory if the device is done with it.
+    fn end(self, waited: Waited) {
+        match waited {
+            // SAFETY: nobody but the ring has the memory, and the copies from
+            // it are over.
+            Waited::Done(_) => unsafe { self.memory.free() },
+            Waited::Unknown(error) => self.leak(&error),
+        }
+    }
+
+    /// Keeps the memory, and what it needs, for ever.
+    fn leak(self, error: &CudaError) {
+        let Self { memory, event, .. } = self;
+        mem::forget(event);
+        memory.report_leak(error);
+    }
+}
+
+/// Waits for the copies from the ring, and frees it.
+impl Drop for StagingRing {
+    fn drop(&mut self) {
+        let stream = Arc::clone(&self.stream);
+        let blocks = self
+            .blocks
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner);
+        let Blocks { open, closed, .. } = mem::take(blocks);
+        let ours = |block: &Block| block.memory.is_of_this_process();
+        if !open.iter().chain(&closed).all(ours) {
+            // In a forked child neither the memory nor the events are ours.
+            mem::forget((open, closed));
+            return;
+        }
+        for block in closed {
+            let waited = wait_for_event(&block.event);
+            block.end(waited);
+        }
+        let Some(block) = open else {
+            return;
+        };
+        // Its copies are not marked yet, and to mark or wait for anything on a
+        // capturing stream would spoil the capture.
+        let waited = match driver::is_capturing(&stream) {
+            Ok(true) => Waited::Unknown(CudaError::StreamIsCapturing),
+            Ok(false) | Err(_) => wait_for_enqueued(&block.event, &stream),
+        };
+        block.end(waited);
+    }
+}
