@@ -333,8 +333,15 @@ impl Event {
             .map_err(CudaError::driver("cuEventRecord"))
     }
 
+    /// The thread that asks may be one that has never used the driver. Should
+    /// it fail, the question itself will say so, if it matters.
+    fn make_context_current(&self) {
+        let _ = make_current(&self.context);
+    }
+
     /// Waits for the work marked last.
     pub(super) fn synchronize(&self) -> Result<(), CudaError> {
+        self.make_context_current();
         let _outside = OutsideOfCaptures::enter();
         // SAFETY: the handle is valid while `self` lives.
         unsafe { result::event::synchronize(self.handle) }
@@ -344,6 +351,7 @@ impl Event {
     /// Whether the driver says that the marked work is done. An error is no
     /// such word.
     pub(super) fn is_done(&self) -> bool {
+        self.make_context_current();
         let _outside = OutsideOfCaptures::enter();
         // SAFETY: the handle is valid while `self` lives.
         unsafe { result::event::query(self.handle) }.is_ok()
