@@ -78,6 +78,8 @@ pub enum CudaError {
         /// Bytes of one element.
         element_bytes: usize,
     },
+    /// The transfer is not done yet.
+    NotDone,
     /// The driver's page-locked memory is not aligned well enough for the
     /// element type.
     Misaligned {
@@ -168,6 +170,7 @@ impl fmt::Display for CudaError {
                 "{elements} elements of {element_bytes} bytes are more than an allocation can \
                  hold; check the length for a negative number cast to unsigned"
             ),
+            Self::NotDone => f.write_str("the transfer is not done yet: ask later, or wait for it"),
             Self::Misaligned { wanted } => write!(
                 f,
                 "the driver's page-locked memory is not aligned to the {wanted} bytes that the \

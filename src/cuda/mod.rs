@@ -52,6 +52,7 @@ mod pinned_memory;
 mod registration_error;
 mod staging;
 mod stats;
+mod transfer;
 mod wait;
 
 pub use copier::Copier;
@@ -63,3 +64,4 @@ pub use options::{CopierOptions, Policy};
 pub use pinned_buffer::PinnedBuffer;
 pub use registration_error::{RegisterError, RegisterFailure, UnregisterError, UnregisterFailure};
 pub use stats::CopyStats;
+pub use transfer::{Transfer, TransferError, TransferFuture};
