@@ -252,6 +252,20 @@ impl<T> PinnedBuffer<T> {
         self.uses().lost.clone()
     }
 
+    /// How many elements the memory holds, of which `len` are in use. They are
+    /// all initialised.
+    pub(super) fn capacity(&self) -> usize {
+        match &self.memory {
+            Some(memory) => memory.bytes() / size_of::<T>(),
+            None => self.len,
+        }
+    }
+
+    /// Makes the buffer as long as `len`, or as its capacity if that is less.
+    pub(super) fn set_len(&mut self, len: usize) {
+        self.len = len.min(self.capacity());
+    }
+
     pub(super) fn as_mut_ptr(&mut self) -> *mut T {
         self.elements.as_ptr()
     }
