@@ -62,10 +62,12 @@ fn an_upload_returns_at_once_and_gives_both_ends_back_when_it_is_done() {
     // Nothing runs, so what waited would never return.
     let hold = rig.sim.hold();
     let upload = rig.copier.upload(buffer, on_device).unwrap();
-    assert_eq!(rig.sim.counters().late_reads, 0);
-    assert!(!upload.is_done());
-    assert_eq!(**upload.buffer().unwrap(), [1; LEN], "it can be read");
+    let read = rig.sim.counters().late_reads;
+    let done = upload.is_done();
+    let seen = upload.buffer().map(|buffer| buffer.to_vec());
     drop(hold);
+    assert_eq!((read, done), (0, false));
+    assert_eq!(seen.unwrap(), [1; LEN], "it can be read meanwhile");
     let (mut buffer, on_device) = upload.wait().unwrap();
     assert_eq!(rig.sim.counters().late_reads, 1);
     buffer.as_mut_slice().unwrap().fill(2);
@@ -80,10 +82,12 @@ fn a_download_returns_at_once_and_shows_the_buffer_only_when_it_is_done() {
     let (buffer, on_device) = (buffer_of(&rig, 1), device_of(&rig, 2));
     let hold = rig.sim.hold();
     let download = rig.copier.download(on_device, buffer).unwrap();
-    assert_eq!(rig.sim.counters().late_writes, 0);
-    assert!(!download.is_done());
-    assert!(download.buffer().is_none(), "the device may be writing it");
+    let written = rig.sim.counters().late_writes;
+    let done = download.is_done();
+    let seen = download.buffer().is_some();
     drop(hold);
+    assert_eq!((written, done), (0, false));
+    assert!(!seen, "the device may be writing it");
     rig.sim.drain();
     assert!(download.is_done());
     assert_eq!(**download.buffer().unwrap(), [2; LEN]);
@@ -110,7 +114,7 @@ fn waiting_for_a_download_waits_until_it_is_written() {
 fn taking_gives_the_transfer_back_until_it_is_done() {
     let rig = Rig::new();
     let hold = rig.sim.hold();
-    let mut download = rig
+    let download = rig
         .copier
         .download(rig.stream.null::<u8>().unwrap(), buffer_of(&rig, 1))
         .unwrap();
@@ -120,20 +124,43 @@ fn taking_gives_the_transfer_back_until_it_is_done() {
 
     let (buffer, on_device) = (buffer_of(&rig, 1), device_of(&rig, 2));
     let hold = rig.sim.hold();
-    download = rig.copier.download(on_device, buffer).unwrap();
+    let mut taken = rig.copier.download(on_device, buffer).unwrap().try_take();
     for _ in 0..3 {
-        match download.try_take() {
+        taken = match taken {
             Err(TransferError::UnderWay {
                 error: CudaError::NotDone,
                 transfer,
-            }) => download = transfer,
-            other => panic!("{other:?}"),
-        }
+            }) => transfer.try_take(),
+            other => other,
+        };
     }
     drop(hold);
+    let (error, download) = under_way(taken);
+    assert_eq!(error, CudaError::NotDone);
     rig.sim.drain();
     let (buffer, _on_device) = download.try_take().unwrap();
     assert_eq!(*buffer, [2; LEN]);
+}
+
+#[test]
+fn it_is_done_when_no_stream_uses_the_buffer_any_more() {
+    let rig = Rig::new();
+    let other = Copier::new(&rig.context.new_stream().unwrap()).unwrap();
+    let (buffer, on_device) = (buffer_of(&rig, 1), rig.zeros::<u8>(LEN));
+    let mut elsewhere = rig.zeros::<u8>(LEN);
+    let hold = rig.sim.hold();
+    other
+        .copy_h2d_from(&buffer, 0..LEN, &mut elsewhere)
+        .unwrap();
+    let upload = rig.copier.upload(buffer, on_device).unwrap();
+    drop(hold);
+    other.stream().synchronize().unwrap();
+    let hold = rig.sim.hold();
+    let done = upload.is_done();
+    drop(hold);
+    assert!(!done, "only the other stream is done");
+    upload.wait().unwrap();
+    assert_sound(&rig);
 }
 
 #[test]
@@ -661,6 +688,77 @@ fn a_copy_call_that_failed_keeps_both_ends_until_it_is_waited_for() {
         assert_eq!(*buffer, [if acts { expected } else { 3 }; LEN]);
         assert_sound(&rig);
     }
+}
+
+#[test]
+fn a_call_that_failed_before_the_copy_gives_both_ends_back() {
+    let rig = Rig::new();
+    let other = Copier::new(&rig.context.new_stream().unwrap()).unwrap();
+    let (buffer, on_device) = (buffer_of(&rig, 1), device_of(&rig, 2));
+    let mut elsewhere = rig.zeros::<u8>(LEN);
+    let copies = copy_calls(&rig);
+    rig.sim.fail_nth("cuEventCreate", 1, code::UNKNOWN);
+    let (error, buffer, on_device) = over(rig.copier.upload(buffer, on_device));
+    assert!(error.to_string().starts_with("cuEventCreate"), "{error}");
+    rig.sim.fail_nth("cuEventCreate", 1, code::UNKNOWN);
+    let (error, buffer, on_device) = over(rig.copier.download(on_device, buffer));
+    assert!(error.to_string().starts_with("cuEventCreate"), "{error}");
+    assert_eq!(copy_calls(&rig), copies);
+
+    let hold = rig.sim.hold();
+    other
+        .copy_h2d_from(&buffer, 0..LEN, &mut elsewhere)
+        .unwrap();
+    // `cudarc` has the stream wait for the last write of the source first.
+    rig.sim.fail_nth("cuStreamWaitEvent", 2, code::UNKNOWN);
+    let refused = rig.copier.download(on_device, buffer);
+    drop(hold);
+    let (error, buffer, _) = over(refused);
+    assert!(
+        error.to_string().starts_with("cuStreamWaitEvent"),
+        "{error}"
+    );
+    assert_eq!(copy_calls(&rig), copies + 1);
+    assert_eq!(*buffer, [1; LEN]);
+    drop(buffer);
+    assert_sound(&rig);
+}
+
+/// In its default mode, a capture on any thread forbids every thread to ask
+/// about events, and is spoilt by one that does.
+#[test]
+fn another_threads_capture_neither_stops_a_transfer_nor_is_spoilt_by_it() {
+    let rig = Rig::new();
+    let other = Copier::new(&rig.context.new_stream().unwrap()).unwrap();
+    let (buffer, on_device) = (buffer_of(&rig, 1), device_of(&rig, 2));
+    let mut elsewhere = rig.zeros::<u8>(LEN);
+    let capturing = rig.context.new_stream().unwrap();
+    capturing
+        .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_GLOBAL)
+        .unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            other
+                .copy_h2d_from(&buffer, 0..LEN, &mut elsewhere)
+                .unwrap();
+            let mut download = rig.copier.download(on_device, buffer).unwrap();
+            let (buffer, on_device) = loop {
+                match download.try_take() {
+                    Ok(both) => break both,
+                    Err(error) => download = under_way(Err::<(), _>(error)).1,
+                }
+            };
+            assert_eq!(*buffer, [2; LEN]);
+            rig.copier
+                .upload(buffer, on_device)
+                .unwrap()
+                .wait()
+                .unwrap();
+        });
+    });
+    let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    capturing.end_capture(flags).expect("the capture is whole");
+    assert_sound(&rig);
 }
 
 #[test]

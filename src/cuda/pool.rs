@@ -47,7 +47,8 @@ const PAUSES: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(
 /// A buffer of which the driver can say in no way whether a transfer uses it
 /// is leaked when it comes back, and goes on counting against the limit, which
 /// is there for the sake of the system's memory: that is still page-locked. So
-/// does a [`Pooled`] that is leaked.
+/// does a [`Pooled`] that is leaked. A buffer for which the driver's answer is
+/// an error counts as in use until the answer is another.
 ///
 /// # Examples
 ///

@@ -39,8 +39,8 @@ use super::{Copier, CudaError, PinnedBuffer, driver};
 /// leaked. If the transfer itself is leaked ([`mem::forget`]), so are they, and
 /// nothing else happens.
 ///
-/// `transfer.await` works with any executor, and without one of CUDA's own: see
-/// [`TransferFuture`] for what it costs.
+/// `transfer.await` waits for it in any executor: see [`TransferFuture`] for
+/// what that costs.
 ///
 /// # Examples
 ///
