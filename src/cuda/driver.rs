@@ -334,15 +334,12 @@ impl Event {
             .map_err(CudaError::driver("cuEventRecord"))
     }
 
-    /// The thread that asks may be one that has never used the driver. Should
-    /// it fail, the question itself will say so, if it matters.
-    fn make_context_current(&self) {
-        let _ = make_current(&self.context);
-    }
-
     /// Waits for the work marked last.
     pub(super) fn synchronize(&self) -> Result<(), CudaError> {
-        self.make_context_current();
+        // The thread may be one that has never used the driver, and this call
+        // wants a context, as its list of errors has it. Should there be none
+        // to be had, the call itself says so.
+        let _ = make_current(&self.context);
         let _outside = OutsideOfCaptures::enter();
         // SAFETY: the handle is valid while `self` lives.
         unsafe { result::event::synchronize(self.handle) }
@@ -351,7 +348,6 @@ impl Event {
 
     /// Whether the marked work is done, as far as the driver can say.
     pub(super) fn ask(&self) -> Result<bool, CudaError> {
-        self.make_context_current();
         let _outside = OutsideOfCaptures::enter();
         // SAFETY: the handle is valid while `self` lives.
         match unsafe { result::event::query(self.handle) } {
