@@ -38,6 +38,7 @@
 pub use cudarc;
 
 mod call_site;
+mod checked;
 mod chunks;
 mod copier;
 mod device;
@@ -55,6 +56,7 @@ mod staging;
 mod stats;
 mod wait;
 
+pub use checked::{Checked, checked};
 pub use copier::Copier;
 pub use driver::context;
 pub use error::CudaError;
