@@ -254,15 +254,16 @@ fn pin_and_unpin(context: &Arc<CudaContext>, shared: &Arc<Mmap>, chunk_bytes: us
 fn pin_and_unpin_private(context: &CudaContext, region: Region) {
     context.bind_to_thread().unwrap();
     let (base, len) = (region.base().cast_mut().cast(), region.len());
-    global()
+    let pin = || {
         // SAFETY: the memory is never freed.
-        .pin_with(region, || {
-            unsafe { sys::cuMemHostRegister_v2(base, len, 1) }.result()
-        })
-        .unwrap()
-        // SAFETY: page-locked above.
-        .unpin_with(|| unsafe { sys::cuMemHostUnregister(base) }.result())
-        .unwrap();
+        unsafe { sys::cuMemHostRegister_v2(base, len, 1) }.result()
+    };
+    let unpin = || {
+        // SAFETY: page-locked by `pin`.
+        unsafe { sys::cuMemHostUnregister(base) }.result()
+    };
+    let registration = global().pin_with(region, pin).unwrap();
+    registration.unpin_with(unpin).unwrap();
 }
 
 /// Tells the other threads to stop, after a panic too.
@@ -337,10 +338,9 @@ fn run(rig: &Rig, form: &Form) -> Outcome {
 /// The fault that this run is to be made with.
 fn mutant() -> Option<String> {
     let name = env::var("PINNED_HOSTS_MUTANT").ok()?;
-    assert!(
-        cfg!(pinned_hosts_faults),
-        "{name}: there are no faults in this build; RUSTFLAGS=\"--cfg pinned_hosts_faults\" puts them in"
-    );
+    if cfg!(not(pinned_hosts_faults)) {
+        panic!("{name}: to have faults, build with RUSTFLAGS=\"--cfg pinned_hosts_faults\"");
+    }
     Some(name)
 }
 
