@@ -335,6 +335,7 @@ impl Event {
 
     /// Waits for the work marked last.
     pub(super) fn synchronize(&self) -> Result<(), CudaError> {
+        make_current(&self.context)?;
         let _outside = OutsideOfCaptures::enter();
         // SAFETY: the handle is valid while `self` lives.
         unsafe { result::event::synchronize(self.handle) }
@@ -344,6 +345,9 @@ impl Event {
     /// Whether the driver says that the marked work is done. An error is no
     /// such word.
     pub(super) fn is_done(&self) -> bool {
+        if make_current(&self.context).is_err() {
+            return false;
+        }
         let _outside = OutsideOfCaptures::enter();
         // SAFETY: the handle is valid while `self` lives.
         unsafe { result::event::query(self.handle) }.is_ok()
