@@ -154,14 +154,14 @@ impl Memory {
             write_combined: None,
         };
         let half = len / 2 + 1;
-        let parts: &[std::ops::Range<usize>] = match source {
+        let parts: &[(usize, usize)] = match source {
             Source::Pageable => &[],
-            Source::Seam | Source::LargeSeam => &[0..half, half..len],
-            Source::Mixed => &[10..half, half..len - 10],
-            _ => &[0..len],
+            Source::Seam | Source::LargeSeam => &[(0, half), (half, len)],
+            Source::Mixed => &[(10, half), (half, len - 10)],
+            _ => &[(0, len)],
         };
-        for part in parts {
-            let part = &memory.bytes[part.clone()];
+        for &(start, end) in parts {
+            let part = &memory.bytes[start..end];
             let region = Region::of(part).unwrap();
             let pinned = global().pin_with(region, || register(part)).unwrap();
             memory.pinned.push(pinned);
