@@ -12,8 +12,8 @@ use std::thread;
 
 use common::{Registered, Rig};
 use cuda_sim::{DeviceKind, Timing, code};
-use cudarc::driver::CudaSlice;
 use cudarc::driver::sys::CUstreamCaptureMode as Mode;
+use cudarc::driver::{CudaSlice, CudaStream};
 use pinned_hosts::cuda::{Copier, CopierOptions, CudaError, PinnedBuffer, Policy};
 use pinned_hosts::{Region, Residency, global, live_count, residency};
 
@@ -625,4 +625,53 @@ fn retiring_memory_is_staged() {
     let stats = copier.stats();
     assert_eq!((stats.staged, stats.bounced), (1, 0));
     assert_eq!(rig.read_back(&on_device), [7; LEN]);
+}
+
+#[test]
+fn a_copier_is_made_of_a_stream_and_gives_it_back() {
+    let rig = Rig::new();
+    let stream = rig.context.new_stream().unwrap();
+    let handle = stream.cu_stream();
+    let copier = Copier::try_from(stream).unwrap();
+    let source = PinnedBuffer::from_slice(&rig.context, &[7u8; LEN]).unwrap();
+    let mut on_device = rig.zeros::<u8>(LEN);
+    copier.copy_h2d_async(&source, &mut on_device).unwrap();
+    let stream: Arc<CudaStream> = copier.into();
+    assert_eq!(stream.cu_stream(), handle);
+    assert_eq!(stream.clone_dtoh(&on_device).unwrap(), [7; LEN]);
+    rig.assert_sound();
+}
+
+/// Page-locked memory is usable from every context, whichever made it.
+#[test]
+fn memory_and_streams_may_be_of_different_contexts() {
+    let rig = Rig::new();
+    let other = pinned_hosts::cuda::context(1).unwrap();
+    let copier = Copier::new(&other.new_stream().unwrap()).unwrap();
+    let mut source = PinnedBuffer::from_slice(&rig.context, &[7u8; LEN]).unwrap();
+    let mut on_device = copier.stream().alloc_zeros::<u8>(LEN).unwrap();
+    let arrived = |on_device: &CudaSlice<u8>| copier.stream().clone_dtoh(on_device).unwrap();
+    for policy in [Policy::Stage, Policy::Wait] {
+        copier
+            .copy_h2d_async_with(policy, &source, &mut on_device)
+            .unwrap();
+        source.as_mut_slice().unwrap().fill(8);
+        assert_eq!(arrived(&on_device), [7; LEN]);
+        source.as_mut_slice().unwrap().fill(7);
+    }
+    copier
+        .copy_h2d_from(&source, 0..LEN, &mut on_device)
+        .unwrap();
+    copier
+        .scope(|scope| scope.copy_h2d(&source, &mut on_device))
+        .unwrap();
+    // The thread's context is now the other one; the buffer's drop sees to it.
+    drop(source);
+    assert_eq!(arrived(&on_device), [7; LEN]);
+    let mut back = vec![0; LEN];
+    copier.copy_d2h_async(&on_device, &mut back).unwrap();
+    assert_eq!(back, [7; LEN]);
+    drop((on_device, copier));
+    rig.context.bind_to_thread().unwrap();
+    rig.assert_sound();
 }
