@@ -194,6 +194,21 @@ fn on_the_per_thread_stream_each_threads_copies_are_waited_for() {
 }
 
 #[test]
+fn a_thread_that_has_never_used_the_driver_can_wait_for_the_copies_from_it() {
+    let rig = Rig::new();
+    let mut buffer = ones(&rig);
+    let mut on_device = rig.zeros::<u8>(LEN);
+    rig.copier
+        .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
+        .unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| buffer.as_mut_slice().unwrap().fill(2));
+    });
+    assert_eq!(rig.read_back(&on_device), [1; LEN]);
+    rig.assert_sound();
+}
+
+#[test]
 fn a_stream_that_was_dropped_is_kept_until_its_copies_are_done_and_no_longer() {
     let rig = Rig::new();
     let buffer = ones(&rig);

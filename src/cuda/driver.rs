@@ -20,7 +20,7 @@ use crate::Region;
 /// `cudarc` to open a context or explain an error. `cudarc` panics in the call
 /// if one is missing, which must not happen between a copy and the wait for
 /// it; so all are looked for before the first copy.
-const FUNCTIONS: [&CStr; 24] = [
+const FUNCTIONS: [&CStr; 25] = [
     c"cuCtxGetCurrent",
     c"cuCtxSetCurrent",
     c"cuCtxSynchronize",
@@ -44,6 +44,7 @@ const FUNCTIONS: [&CStr; 24] = [
     c"cuMemcpyHtoDAsync_v2",
     c"cuStreamIsCapturing",
     c"cuStreamSynchronize",
+    c"cuStreamWaitEvent",
     c"cuThreadExchangeStreamCaptureMode",
 ];
 
@@ -333,24 +334,52 @@ impl Event {
             .map_err(CudaError::driver("cuEventRecord"))
     }
 
+    /// The thread that asks may be one that has never used the driver. Should
+    /// it fail, the question itself will say so, if it matters.
+    fn make_context_current(&self) {
+        let _ = make_current(&self.context);
+    }
+
     /// Waits for the work marked last.
     pub(super) fn synchronize(&self) -> Result<(), CudaError> {
-        make_current(&self.context)?;
+        self.make_context_current();
         let _outside = OutsideOfCaptures::enter();
         // SAFETY: the handle is valid while `self` lives.
         unsafe { result::event::synchronize(self.handle) }
             .map_err(CudaError::driver("cuEventSynchronize"))
     }
 
+    /// Whether the marked work is done, as far as the driver can say.
+    pub(super) fn ask(&self) -> Result<bool, CudaError> {
+        self.make_context_current();
+        let _outside = OutsideOfCaptures::enter();
+        // SAFETY: the handle is valid while `self` lives.
+        match unsafe { result::event::query(self.handle) } {
+            Ok(()) => Ok(true),
+            Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            Err(source) => Err(CudaError::driver("cuEventQuery")(source)),
+        }
+    }
+
     /// Whether the driver says that the marked work is done. An error is no
     /// such word.
     pub(super) fn is_done(&self) -> bool {
-        if make_current(&self.context).is_err() {
-            return false;
+        matches!(self.ask(), Ok(true))
+    }
+
+    /// Lets `stream` do nothing that is enqueued on it from now on before the
+    /// marked work is done. The calling thread does not wait.
+    pub(super) fn hold_back(&self, stream: &CudaStream) -> Result<(), CudaError> {
+        // SAFETY: both handles are kept valid by their owners. They may be of
+        // different contexts.
+        unsafe {
+            result::stream::wait_event(
+                stream.cu_stream(),
+                self.handle,
+                sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT,
+            )
         }
-        let _outside = OutsideOfCaptures::enter();
-        // SAFETY: the handle is valid while `self` lives.
-        unsafe { result::event::query(self.handle) }.is_ok()
+        .map_err(CudaError::driver("cuStreamWaitEvent"))
     }
 }
 

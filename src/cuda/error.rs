@@ -78,6 +78,18 @@ pub enum CudaError {
         /// Bytes of one element.
         element_bytes: usize,
     },
+    /// The transfer is not done yet.
+    NotDone,
+    /// A pool has no buffer to give out, and may pin no more memory.
+    PoolExhausted {
+        /// The bytes that the buffer would take.
+        wanted: usize,
+        /// Bytes of the pool's buffers that were taken, or that a transfer
+        /// still uses, or that are lost.
+        in_use: usize,
+        /// The most bytes that the pool may pin.
+        limit: usize,
+    },
     /// The driver's page-locked memory is not aligned well enough for the
     /// element type.
     Misaligned {
@@ -167,6 +179,22 @@ impl fmt::Display for CudaError {
                 f,
                 "{elements} elements of {element_bytes} bytes are more than an allocation can \
                  hold; check the length for a negative number cast to unsigned"
+            ),
+            Self::NotDone => f.write_str("the transfer is not done yet: ask later, or wait for it"),
+            Self::PoolExhausted { wanted, limit, .. } if wanted > limit => write!(
+                f,
+                "a buffer of {wanted} bytes does not fit in a pool of {limit} bytes: make the \
+                 pool with a higher limit, or take less"
+            ),
+            Self::PoolExhausted {
+                wanted,
+                in_use,
+                limit,
+            } => write!(
+                f,
+                "no buffer of {wanted} bytes is free, and {in_use} of the pool's {limit} bytes \
+                 are in use: drop buffers that were taken, or wait with wait_and_take, or make \
+                 the pool with a higher limit"
             ),
             Self::Misaligned { wanted } => write!(
                 f,

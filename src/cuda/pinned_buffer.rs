@@ -5,7 +5,7 @@ use std::mem;
 use std::ops::Deref;
 use std::ptr::NonNull;
 use std::slice;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
 use cudarc::driver::{CudaContext, CudaStream, DeviceRepr, ValidAsZeroBits};
@@ -59,10 +59,10 @@ pub struct PinnedBuffer<T> {
     uses: Mutex<Uses>,
 }
 
-/// The transfers that may still read a buffer.
+/// The transfers that may still use a buffer.
 #[derive(Debug, Default)]
 struct Uses {
-    /// One for each stream that has copied from the buffer of late.
+    /// One for each stream that has used the buffer of late.
     streams: Vec<StreamUse>,
     /// Set once nobody can say any more whether a transfer is done.
     lost: Option<CudaError>,
@@ -161,8 +161,10 @@ impl<T> PinnedBuffer<T> {
     #[must_use]
     pub fn as_slice(&self) -> &[T] {
         // SAFETY: the memory holds `len` initialised elements (every
-        // constructor sees to it). The device only ever reads it, and the CPU
-        // writes it only through `as_mut_slice`, which borrows it alone.
+        // constructor sees to it). The CPU writes it only through
+        // `as_mut_slice`, which borrows it alone. The device only reads it,
+        // except in a download, and a `Transfer` lets nobody borrow the buffer
+        // before that is over.
         unsafe { slice::from_raw_parts(self.elements.as_ptr(), self.len) }
     }
 
@@ -184,7 +186,7 @@ impl<T> PinnedBuffer<T> {
     ///
     /// As [`as_mut_slice`](Self::as_mut_slice).
     pub fn wait(&mut self) -> Result<(), CudaError> {
-        match self.uses_mut().settle() {
+        match self.settle() {
             Waited::Done(result) => result,
             Waited::Unknown(error) => Err(error),
         }
@@ -206,7 +208,7 @@ impl<T> PinnedBuffer<T> {
         stream: &Arc<CudaStream>,
         enqueue: impl FnOnce() -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut uses = self.uses();
         let event = uses.event_for(stream)?;
         let enqueued = enqueue();
         let noted = match event.record(stream) {
@@ -222,6 +224,62 @@ impl<T> PinnedBuffer<T> {
         enqueued.and(noted)
     }
 
+    /// Lets `stream` do nothing that is enqueued on it from now on before the
+    /// uses of this buffer on other streams are over. The calling thread does
+    /// not wait.
+    pub(super) fn hold_back(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
+        let uses = self.uses();
+        let thread = thread_of(stream);
+        uses.streams
+            .iter()
+            .filter(|known| known.stream != *stream || known.thread != thread)
+            .try_for_each(|known| known.event.hold_back(stream))
+    }
+
+    /// Waits until no transfer uses the buffer.
+    pub(super) fn settle(&mut self) -> Waited {
+        self.uses_mut().settle()
+    }
+
+    /// Whether no transfer uses the buffer, as far as the driver can say.
+    /// Never waits.
+    pub(super) fn is_idle(&self) -> Result<bool, CudaError> {
+        self.uses().is_over()
+    }
+
+    /// The error with which it was lost whether a transfer is done, for good.
+    pub(super) fn lost(&self) -> Option<CudaError> {
+        self.uses().lost.clone()
+    }
+
+    /// How many elements the memory holds, of which `len` are in use. They are
+    /// all initialised.
+    pub(super) fn capacity(&self) -> usize {
+        match &self.memory {
+            Some(memory) => memory.bytes() / size_of::<T>(),
+            None => self.len,
+        }
+    }
+
+    /// Makes the buffer as long as `len`, or as its capacity if that is less.
+    pub(super) fn set_len(&mut self, len: usize) {
+        self.len = len.min(self.capacity());
+    }
+
+    pub(super) fn as_mut_ptr(&mut self) -> *mut T {
+        self.elements.as_ptr()
+    }
+
+    pub(super) fn is_of_this_process(&self) -> bool {
+        self.memory
+            .as_ref()
+            .is_none_or(PinnedMemory::is_of_this_process)
+    }
+
+    fn uses(&self) -> MutexGuard<'_, Uses> {
+        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn uses_mut(&mut self) -> &mut Uses {
         self.uses.get_mut().unwrap_or_else(PoisonError::into_inner)
     }
@@ -230,8 +288,7 @@ impl<T> PinnedBuffer<T> {
 impl Uses {
     /// The event of `stream`; if it is new, in place of those that are over.
     fn event_for(&mut self, stream: &Arc<CudaStream>) -> Result<&Event, CudaError> {
-        let per_thread = stream.cu_stream() as usize == PER_THREAD_STREAM;
-        let thread = per_thread.then(|| thread::current().id());
+        let thread = thread_of(stream);
         let known = self
             .streams
             .iter()
@@ -251,6 +308,18 @@ impl Uses {
         Ok(&self.streams[index].event)
     }
 
+    fn is_over(&self) -> Result<bool, CudaError> {
+        if let Some(error) = &self.lost {
+            return Err(error.clone());
+        }
+        for known in &self.streams {
+            if !known.event.ask()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     fn settle(&mut self) -> Waited {
         let mut result = Ok(());
         while let Some(last) = self.streams.last() {
@@ -266,6 +335,12 @@ impl Uses {
             None => Waited::Done(result),
         }
     }
+}
+
+/// Whose stream it is, if its handle stands for a stream of each thread's own.
+fn thread_of(stream: &CudaStream) -> Option<ThreadId> {
+    let per_thread = stream.cu_stream() as usize == PER_THREAD_STREAM;
+    per_thread.then(|| thread::current().id())
 }
 
 impl<T> Deref for PinnedBuffer<T> {
@@ -289,7 +364,7 @@ impl<T> Drop for PinnedBuffer<T> {
         match self.uses_mut().settle() {
             // An error of a transfer that is over was for `wait` to report.
             //
-            // SAFETY: nobody borrows the buffer, and no transfer reads it:
+            // SAFETY: nobody borrows the buffer, and no transfer uses it:
             // each was noted by `use_in`, and waited for.
             Waited::Done(_) => unsafe { memory.free() },
             Waited::Unknown(error) => {

@@ -19,8 +19,8 @@ pub struct CopyStats {
     pub split: u64,
     /// Copies that [`Policy::Deny`](super::Policy::Deny) refused.
     pub denied: u64,
-    /// Copies from a [`PinnedBuffer`](super::PinnedBuffer) that keeps itself
-    /// alive: no wait.
+    /// Copies from and to a [`PinnedBuffer`](super::PinnedBuffer) that keeps
+    /// itself alive: no wait.
     pub owned: u64,
     /// Copies in a [`scope`](super::Copier::scope), which waits for them at
     /// its end.
