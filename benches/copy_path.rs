@@ -8,7 +8,7 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use cuda_sim::Timing;
-use pinned_hosts::cuda::{self, Copier, PinnedBuffer};
+use pinned_hosts::cuda::{self, Copier, CopierOptions, PinnedBuffer, Policy};
 
 fn copies(c: &mut Criterion) {
     let session = cuda_sim::load()
@@ -20,6 +20,8 @@ fn copies(c: &mut Criterion) {
     let context = cuda::context(0).expect("the simulated driver has a device");
     let stream = context.new_stream().expect("a stream");
     let copier = Copier::new(&stream).expect("a copier");
+    let waiting = CopierOptions::default().policy(Policy::Wait);
+    let waiting = Copier::with_options(&stream, waiting).expect("a copier");
 
     for bytes in [64, 4096, 64 * 1024] {
         let mut on_device = stream.alloc_zeros::<u8>(bytes).expect("device memory");
@@ -46,8 +48,16 @@ fn copies(c: &mut Criterion) {
                 stream.synchronize()
             });
         });
-        group.bench_function(BenchmarkId::new("borrowed", bytes), |b| {
+        group.bench_function(BenchmarkId::new("borrowed, waited for", bytes), |b| {
+            b.iter(|| waiting.copy_h2d_async(black_box(pinned.as_slice()), &mut on_device));
+        });
+        group.bench_function(BenchmarkId::new("borrowed, staged", bytes), |b| {
             b.iter(|| copier.copy_h2d_async(black_box(pinned.as_slice()), &mut on_device));
+        });
+        // What staging adds to a call, at least.
+        let mut elsewhere = vec![0u8; bytes];
+        group.bench_function(BenchmarkId::new("copied by the CPU alone", bytes), |b| {
+            b.iter(|| black_box(&mut elsewhere).copy_from_slice(black_box(&pinned)));
         });
         group.bench_function(BenchmarkId::new("owned", bytes), |b| {
             b.iter(|| copier.copy_h2d_from(black_box(&pinned), 0..bytes, &mut on_device));

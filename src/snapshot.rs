@@ -184,6 +184,7 @@ pub(crate) struct Snapshot {
     /// The regions that are about to be unpinned; mostly none.
     retiring: Box<[Region]>,
     /// The regions that are slow to read; mostly none.
+    #[cfg(feature = "cuda")]
     write_combined: Box<[Region]>,
 }
 
@@ -271,6 +272,7 @@ impl Snapshot {
             reaches: reaches.into(),
             reachers: reachers.into(),
             retiring: regions_of(&entries, |entry| entry.state == RegionState::Retiring),
+            #[cfg(feature = "cuda")]
             write_combined: regions_of(&entries, |entry| entry.write_combined),
             entries: entries.into(),
         }

@@ -5,12 +5,25 @@
 //! `cfg(loom)` it is what the model checker `loom` offers, and a stand-in for
 //! `arc-swap`; the models in `loom-tests/` then run the rest of `src/` as it
 //! is. Feature `cuda` is not modelled: it keeps its own locks and counters.
+//!
+//! It also says what becomes of the faults that `src/` can be built with, to
+//! see that the models, or a test, find them: nothing in a normal build, which
+//! has none. Under `cfg(loom)`, and in a build of the real thing under
+//! `cfg(pinned_hosts_faults)`, the environment variable `PINNED_HOSTS_MUTANT`
+//! puts one in by name. Both are given by `RUSTFLAGS`, and neither is a cargo
+//! feature, which anybody's dependency could turn on.
 
 #[cfg(not(loom))]
 pub(crate) use real::*;
 
 #[cfg(loom)]
 pub(crate) use modelled::*;
+
+#[cfg(any(loom, pinned_hosts_faults))]
+pub(crate) use faults::*;
+
+#[cfg(not(any(loom, pinned_hosts_faults)))]
+pub(crate) use no_faults::*;
 
 #[cfg(not(loom))]
 mod real {
@@ -53,8 +66,13 @@ mod real {
         };
     }
 
-    /// A fault that the models put in by name, to see that one of them finds
-    /// it. Not compiled, here.
+    pub(crate) use {per_thread, process_wide};
+}
+
+/// A build without faults.
+#[cfg(not(any(loom, pinned_hosts_faults)))]
+mod no_faults {
+    /// A fault that can be put in by name. Not compiled, here.
     macro_rules! weakened {
         ($name:literal => $fault:block) => {};
     }
@@ -64,7 +82,68 @@ mod real {
         ($($item:item)*) => {};
     }
 
-    pub(crate) use {modelled_only, per_thread, process_wide, weakened};
+    pub(crate) use {modelled_only, weakened};
+}
+
+/// A build with faults, of which at most one is put in.
+#[cfg(any(loom, pinned_hosts_faults))]
+mod faults {
+    use std::sync::OnceLock;
+
+    /// Runs `fault` if the environment asks for the fault `name`.
+    #[cfg(loom)]
+    macro_rules! weakened {
+        ($name:literal => $fault:block) => {
+            if crate::sync::is_weakened($name) {
+                $fault
+            }
+        };
+    }
+
+    /// The same for those faults that a test finds. The others are left out:
+    /// they are for the models, and some use what only those have.
+    #[cfg(not(loom))]
+    macro_rules! weakened {
+        ("publish_after_pin" => $fault:block) => {
+            weakened!(@"publish_after_pin" => $fault)
+        };
+        ("no_grace_period_on_pin" => $fault:block) => {
+            weakened!(@"no_grace_period_on_pin" => $fault)
+        };
+        ("no_grace_period_on_unpin" => $fault:block) => {
+            weakened!(@"no_grace_period_on_unpin" => $fault)
+        };
+        ("retiring_skipped" => $fault:block) => {
+            weakened!(@"retiring_skipped" => $fault)
+        };
+        ("retract_before_unpin" => $fault:block) => {
+            weakened!(@"retract_before_unpin" => $fault)
+        };
+        (@$name:literal => $fault:block) => {
+            if crate::sync::is_weakened($name) {
+                $fault
+            }
+        };
+        ($name:literal => $fault:block) => {};
+    }
+
+    #[cfg(loom)]
+    macro_rules! modelled_only {
+        ($($item:item)*) => { $($item)* };
+    }
+
+    #[cfg(not(loom))]
+    macro_rules! modelled_only {
+        ($($item:item)*) => {};
+    }
+
+    pub(crate) use {modelled_only, weakened};
+
+    pub(crate) fn is_weakened(name: &str) -> bool {
+        static WANTED: OnceLock<Option<String>> = OnceLock::new();
+        let wanted = WANTED.get_or_init(|| std::env::var("PINNED_HOSTS_MUTANT").ok());
+        wanted.as_deref() == Some(name)
+    }
 }
 
 /// A number that is only to be told, shared by its clones. It orders nothing,
@@ -94,8 +173,9 @@ mod modelled {
     pub(crate) use std::cell::RefCell;
     use std::ops::Deref;
     use std::rc::Rc;
-    use std::sync::{Mutex, OnceLock, PoisonError};
+    use std::sync::{Mutex, PoisonError};
 
+    use super::is_weakened;
     use loom::cell::UnsafeCell;
     use loom::sync::atomic::AtomicUsize;
     pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -122,20 +202,7 @@ mod modelled {
         };
     }
 
-    /// Runs `fault` if the environment asks for the fault `name`.
-    macro_rules! weakened {
-        ($name:literal => $fault:block) => {
-            if crate::sync::is_weakened($name) {
-                $fault
-            }
-        };
-    }
-
-    macro_rules! modelled_only {
-        ($($item:item)*) => { $($item)* };
-    }
-
-    pub(crate) use {modelled_only, per_thread, process_wide, weakened};
+    pub(crate) use {per_thread, process_wide};
 
     /// A `static` of which each thread has its own.
     ///
@@ -197,12 +264,6 @@ mod modelled {
     /// Runs `run` on this thread once its locals are gone.
     pub(crate) fn after_the_locals(run: Box<dyn FnOnce()>) {
         LOCALS.with(|locals| *locals.after.borrow_mut() = Some(run));
-    }
-
-    pub(crate) fn is_weakened(name: &str) -> bool {
-        static WANTED: OnceLock<Option<String>> = OnceLock::new();
-        let wanted = WANTED.get_or_init(|| std::env::var("PINNED_HOSTS_MUTANT").ok());
-        wanted.as_deref() == Some(name)
     }
 
     /// `strong`, or `Relaxed` if the fault `name` is asked for.

@@ -237,3 +237,24 @@ fn a_threads_capture_mode_is_left_as_it_was() {
     assert_eq!(result, sys::CUresult::CUDA_SUCCESS);
     assert_eq!(mode, Mode::CU_STREAM_CAPTURE_MODE_GLOBAL);
 }
+
+/// Waiting for the whole context, for want of a current one, would spoil the
+/// capture and leak the buffer.
+#[test]
+fn a_buffer_is_waited_for_on_a_thread_that_never_used_the_driver() {
+    let rig = Rig::new();
+    let before = pinned_hosts::live_count();
+    let pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+    let mut on_device = rig.zeros::<u8>(LEN);
+    rig.copier
+        .copy_h2d_from(&pinned, 0..LEN, &mut on_device)
+        .unwrap();
+    let captured = rig.context.new_stream().unwrap();
+    captured
+        .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_GLOBAL)
+        .unwrap();
+    thread::spawn(move || drop(pinned)).join().unwrap();
+    end_capture(&captured).unwrap();
+    assert_eq!(pinned_hosts::live_count(), before);
+    rig.assert_sound();
+}

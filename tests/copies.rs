@@ -10,7 +10,7 @@ mod common;
 use std::sync::Barrier;
 use std::thread;
 
-use common::Rig;
+use common::{Registered, Rig};
 use cuda_sim::DeviceKind;
 use cudarc::driver::{CudaSlice, sys};
 use pinned_hosts::cuda::{Copier, CudaError, PinnedBuffer};
@@ -107,34 +107,6 @@ fn an_interior_slice_of_a_pinned_buffer_is_guarded() {
 #[test]
 fn twin_a_plain_copy_of_an_interior_slice_is_torn() {
     assert_eq!(faults(rewrite_a_sub_slice, Copy::Plain), (1, 0));
-}
-
-/// Memory that the user's own code page-locks with the driver, and notes in
-/// the registry.
-struct Registered {
-    memory: Vec<u8>,
-    id: pinned_hosts::RegionId,
-}
-
-impl Registered {
-    fn new(memory: Vec<u8>) -> Self {
-        let id = global().register(Region::of(&memory).unwrap());
-        let base = memory.as_ptr().cast_mut().cast();
-        // SAFETY: the vector outlives the registration (see `drop`).
-        let code = unsafe { sys::cuMemHostRegister_v2(base, memory.len(), 1) };
-        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-        Self { memory, id }
-    }
-}
-
-impl Drop for Registered {
-    fn drop(&mut self) {
-        let base = self.memory.as_ptr().cast_mut().cast();
-        // SAFETY: registered by `new`.
-        let code = unsafe { sys::cuMemHostUnregister(base) };
-        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-        global().unregister(self.id).unwrap();
-    }
 }
 
 fn rewrite_registered_memory(rig: &Rig, copy: Copy) {

@@ -14,29 +14,56 @@ const SERVER: Example = Example("inference_server");
 
 #[test]
 fn a_guarded_run_is_sound() {
-    let (figures, out) = SERVER.figures("guarded.json", &["--seconds", "1", "--streams", "3"]);
-    assert_eq!(figures["driver"], "simulated");
-    assert_eq!(count(&figures, "streams"), 3);
-    assert_eq!(count(&figures, "torn_transfers"), 0);
-    assert_eq!(count(&figures, "dead_reads"), 0);
-    assert_eq!(count(&figures, "contents_wrong"), 0);
-    for happened in [
-        "pinned_sources",
-        "pageable_sources",
-        "guarded_copies",
-        "split_copies",
-        "owned_copies",
-        "pins",
+    for (policy, happened, not) in [
+        ("stage", &["staged", "waited"][..], &["split", "denied"][..]),
+        ("wait", &["waited", "split"], &["staged", "denied"]),
+        ("deny", &["denied"], &["staged", "waited", "split"]),
     ] {
-        assert!(count(&figures, happened) > 0, "{happened}");
+        let arguments = ["--seconds", "1", "--streams", "3", "--policy", policy];
+        let (figures, out) = SERVER.figures(&format!("{policy}.json"), &arguments);
+        assert_eq!(figures["policy"], policy);
+        for key in happened {
+            assert!(count(&figures, key) > 0, "{policy}: {key}");
+        }
+        for key in not {
+            assert_eq!(count(&figures, key), 0, "{policy}: {key}");
+        }
+        assert_sound(&figures, &out);
+    }
+}
+
+/// Waiting for a page-locked source lets the stream run dry; staging does not.
+#[test]
+fn staging_leaves_the_stream_busier_than_waiting() {
+    let drains = |policy| {
+        let name = format!("drains-{policy}.json");
+        let (figures, _) = SERVER.figures(&name, &["--seconds", "1", "--policy", policy]);
+        let idle = figures["stream_idle_fraction"].as_f64().unwrap();
+        assert!(0.0 < idle && idle < 1.0, "{policy}: {idle}");
+        count(&figures, "stream_drains") as f64 / count(&figures, "steps") as f64
+    };
+    // By the wait at the end of each step, and by at least the metadata's copy.
+    let (stage, wait) = (drains("stage"), drains("wait"));
+    assert!(stage < 1.5 && wait > 1.9, "{stage}, {wait}");
+}
+
+#[track_caller]
+fn assert_sound(figures: &Value, out: &str) {
+    assert_eq!(figures["driver"], "simulated");
+    assert_eq!(count(figures, "streams"), 3);
+    assert_eq!(count(figures, "torn_transfers"), 0);
+    assert_eq!(count(figures, "dead_reads"), 0);
+    assert_eq!(count(figures, "contents_wrong"), 0);
+    for happened in ["pinned_sources", "pageable_sources", "owned_copies", "pins"] {
+        assert!(count(figures, happened) > 0, "{happened}");
     }
     assert_eq!(
-        count(&figures, "copies"),
-        count(&figures, "pageable_sources") + count(&figures, "pinned_sources")
+        count(figures, "copies"),
+        count(figures, "pageable_sources") + count(figures, "pinned_sources")
     );
     assert_eq!(
-        count(&figures, "copies"),
-        count(&figures, "contents_compared")
+        count(figures, "copies"),
+        count(figures, "contents_compared")
     );
     for time in [
         "lookup_ns_p50",
@@ -97,7 +124,7 @@ fn warnings(arguments: &[&str]) -> Vec<String> {
 
 #[test]
 fn the_call_sites_that_wait_are_named_once_each_in_a_short_line() {
-    let warnings = warnings(&[]);
+    let warnings = warnings(&["--policy", "wait"]);
     // The metadata, the temporary, the prompt and the spill.
     assert_eq!(warnings.len(), 4, "{warnings:#?}");
     for line in warnings {
@@ -110,7 +137,7 @@ fn the_call_sites_that_wait_are_named_once_each_in_a_short_line() {
 
 #[test]
 fn verbose_shows_the_warnings_in_full() {
-    let warnings = warnings(&["--verbose"]);
+    let warnings = warnings(&["--verbose", "--policy", "wait"]);
     assert_eq!(warnings.len(), 4, "{warnings:#?}");
     for line in warnings {
         assert!(line.contains("WARN"), "{line}");

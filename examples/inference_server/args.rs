@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Parser;
 use clap::error::ErrorKind;
+use clap::{Parser, ValueEnum};
+use pinned_hosts::cuda::Policy;
 
 use crate::shared::args::{Choice, duration, refuse};
 use crate::step::ROUND;
@@ -40,6 +41,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 
+    /// What to do with borrowed memory that is page-locked.
+    #[arg(long, value_enum, default_value_t = PolicyChoice::Stage, conflicts_with = "unguarded")]
+    pub(crate) policy: PolicyChoice,
+
     /// Run the same job with the check off, to see what it prevents. Not on a
     /// real driver, where the faults would corrupt memory.
     #[arg(long)]
@@ -52,6 +57,37 @@ pub(crate) struct Args {
     /// Show the crate's warnings in full.
     #[arg(long, short)]
     pub(crate) verbose: bool,
+}
+
+/// A policy, by its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PolicyChoice {
+    /// Copy it through page-locked memory of the crate's, up to 256 KiB.
+    Stage,
+    /// Wait for the device.
+    Wait,
+    /// Refuse such copies; the job goes on without them.
+    Deny,
+}
+
+impl PolicyChoice {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Stage => "stage",
+            Self::Wait => "wait",
+            Self::Deny => "deny",
+        }
+    }
+}
+
+impl From<PolicyChoice> for Policy {
+    fn from(choice: PolicyChoice) -> Self {
+        match choice {
+            PolicyChoice::Stage => Self::Stage,
+            PolicyChoice::Wait => Self::Wait,
+            PolicyChoice::Deny => Self::Deny,
+        }
+    }
 }
 
 impl Args {

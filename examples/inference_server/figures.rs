@@ -13,6 +13,8 @@ pub(crate) struct Figures {
     /// The device's name.
     pub(crate) device: String,
     pub(crate) unguarded: bool,
+    /// `stage`, `wait` or `deny`.
+    pub(crate) policy: &'static str,
     pub(crate) streams: u16,
     pub(crate) seconds: f64,
     /// Whether that is more than was asked for, to make all kinds of copies.
@@ -22,9 +24,12 @@ pub(crate) struct Figures {
     pub(crate) copies: u64,
     pub(crate) pageable_sources: u64,
     pub(crate) pinned_sources: u64,
-    /// Page-locked sources that were waited for, those split included.
-    pub(crate) guarded_copies: u64,
-    pub(crate) split_copies: u64,
+    /// Page-locked, borrowed sources: copied through the staging ring; waited
+    /// for, those split included; split; and denied, so not copied.
+    pub(crate) staged: u64,
+    pub(crate) waited: u64,
+    pub(crate) split: u64,
+    pub(crate) denied: u64,
     pub(crate) owned_copies: u64,
     /// With `--unguarded`: page-locked sources that nobody looked after, and
     /// copies of sources page-locked in part, which the driver refused.
@@ -46,7 +51,13 @@ pub(crate) struct Figures {
     /// The call alone, for one and the same pageable source.
     pub(crate) copy_call_ns_p50: u64,
     pub(crate) unchecked_copy_call_ns_p50: u64,
-    pub(crate) guarded_copy_ns_mean: u64,
+    pub(crate) waited_copy_ns_mean: u64,
+    /// How often a stream had nothing to do, because it had been waited for,
+    /// until the next copy, and for how much of the time. (Each step ends with
+    /// such a wait.) It may idle more than that, where it is faster than the
+    /// host.
+    pub(crate) stream_drains: u64,
+    pub(crate) stream_idle_fraction: f64,
     /// Buffers pinned and unpinned while the streams copied, by the pinning
     /// thread and as temporaries of the steps.
     pub(crate) pins: u64,
@@ -58,6 +69,7 @@ impl Figures {
         driver: &'static str,
         device: String,
         unguarded: bool,
+        policy: &'static str,
         streams: u16,
         totals: &Totals,
         counted: Option<Counters>,
@@ -67,6 +79,7 @@ impl Figures {
             driver,
             device,
             unguarded,
+            policy,
             streams,
             seconds: totals.elapsed.as_secs_f64(),
             lengthened: totals.lengthened,
@@ -74,8 +87,10 @@ impl Figures {
             copies: counts.copies(),
             pageable_sources: counts.pageable,
             pinned_sources: counts.pinned_sources(),
-            guarded_copies: counts.guarded,
-            split_copies: counts.split,
+            staged: counts.staged,
+            waited: counts.waited,
+            split: counts.split,
+            denied: counts.denied,
             owned_copies: counts.owned,
             unguarded_copies: counts.unguarded,
             refused_copies: counts.refused,
@@ -88,7 +103,10 @@ impl Figures {
             lookup_ns_p99: times.lookup_ns(0.99),
             copy_call_ns_p50: times.checked_call.value_at_quantile(0.5),
             unchecked_copy_call_ns_p50: times.unchecked_call.value_at_quantile(0.5),
-            guarded_copy_ns_mean: counts.guarded_ns.checked_div(counts.guarded).unwrap_or(0),
+            waited_copy_ns_mean: counts.waited_ns.checked_div(counts.waited).unwrap_or(0),
+            stream_drains: counts.drains,
+            stream_idle_fraction: counts.idle_ns as f64
+                / (totals.elapsed.as_nanos() as f64 * f64::from(streams)),
             pins: totals.pins,
             most_regions: times.most_regions,
         }

@@ -88,9 +88,9 @@ fn measure_run(
         args.streams,
         args.seconds.as_secs_f64(),
         if args.unguarded {
-            "UNGUARDED"
+            "UNGUARDED".to_owned()
         } else {
-            "every copy checked"
+            format!("every copy checked, policy {}", args.policy.name())
         }
     ))?;
     let job = if args.unguarded {
@@ -100,12 +100,21 @@ fn measure_run(
         complain("The crate warns once of each call site that has to wait:");
         run::run::<Checked>
     };
-    let totals = job(driver, &context, args.streams, args.seconds, progress)?;
+    let policy = args.policy.into();
+    let totals = job(
+        driver,
+        &context,
+        policy,
+        args.streams,
+        args.seconds,
+        progress,
+    )?;
     driver.drain();
     Ok(Figures::new(
         driver.name(),
         device,
         args.unguarded,
+        args.policy.name(),
         args.streams,
         &totals,
         driver.counters(),

@@ -3,10 +3,11 @@
 
 use std::slice;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUresult};
 use cudarc::driver::{CudaContext, CudaStream, CudaViewMut, PinnedHostSlice};
-use pinned_hosts::cuda::{Copier, PinnedBuffer};
+use pinned_hosts::cuda::{Copier, CopierOptions, CudaError, PinnedBuffer, Policy};
 use pinned_hosts::{Region, RegionId, Residency};
 
 /// Makes copies on one stream.
@@ -14,7 +15,7 @@ pub(crate) trait CopyPath: Sized {
     /// The page-locked memory that goes with it.
     type Pinned: Pinned;
 
-    fn new(stream: &Arc<CudaStream>) -> anyhow::Result<Self>;
+    fn new(stream: &Arc<CudaStream>, policy: Policy) -> anyhow::Result<Self>;
 
     /// Copies from memory that the caller may do anything with afterwards.
     #[track_caller]
@@ -27,6 +28,9 @@ pub(crate) trait CopyPath: Sized {
         src: &Self::Pinned,
         dst: &mut CudaViewMut<'_, u32>,
     ) -> anyhow::Result<()>;
+
+    /// Notes that the stream was waited for by others.
+    fn drained(&mut self) {}
 
     fn counts(&self) -> Counts;
 }
@@ -42,7 +46,8 @@ pub(crate) trait Pinned: Sized + Send + Sync {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     Copied,
-    /// The driver takes no source that is page-locked in part.
+    /// The driver takes no source that is page-locked in part; or the policy
+    /// is to deny what is page-locked.
     Refused,
 }
 
@@ -51,18 +56,26 @@ pub(crate) enum Outcome {
 pub(crate) struct Counts {
     /// Pageable: the driver staged it.
     pub(crate) pageable: u64,
+    /// Page-locked and borrowed: copied through the staging ring.
+    pub(crate) staged: u64,
     /// Page-locked and borrowed: waited for. The split ones are included.
-    pub(crate) guarded: u64,
+    pub(crate) waited: u64,
     /// Page-locked in part: copied in parts.
     pub(crate) split: u64,
+    /// Page-locked and borrowed: denied, not copied.
+    pub(crate) denied: u64,
     /// Page-locked, in a buffer that knows that it is in use: no wait.
     pub(crate) owned: u64,
     /// Page-locked, and nobody sees to it that it stays as it is.
     pub(crate) unguarded: u64,
     /// Page-locked in part: refused by the driver.
     pub(crate) refused: u64,
-    /// Time in guarded copies.
-    pub(crate) guarded_ns: u64,
+    /// Time in copies that were waited for.
+    pub(crate) waited_ns: u64,
+    /// How often the stream was waited for and had nothing to do until the
+    /// next copy, and for how long.
+    pub(crate) drains: u64,
+    pub(crate) idle_ns: u64,
 }
 
 impl Counts {
@@ -70,35 +83,76 @@ impl Counts {
         self.pageable + self.pinned_sources()
     }
 
-    /// Copies that the device read from the source itself.
+    /// Copies of page-locked memory.
     pub(crate) fn pinned_sources(&self) -> u64 {
-        self.guarded + self.owned + self.unguarded
+        self.staged + self.waited + self.owned + self.unguarded
     }
 
     pub(crate) fn add(&mut self, other: &Self) {
         self.pageable += other.pageable;
-        self.guarded += other.guarded;
+        self.staged += other.staged;
+        self.waited += other.waited;
         self.split += other.split;
+        self.denied += other.denied;
         self.owned += other.owned;
         self.unguarded += other.unguarded;
         self.refused += other.refused;
-        self.guarded_ns += other.guarded_ns;
+        self.waited_ns += other.waited_ns;
+        self.drains += other.drains;
+        self.idle_ns += other.idle_ns;
     }
 }
 
 /// Copies that are sound for any source.
-pub(crate) struct Checked(Copier);
+pub(crate) struct Checked {
+    copier: Copier,
+    /// Since when the stream has had nothing to do, if it has not.
+    drained: Option<Instant>,
+    drains: u64,
+    idle: Duration,
+}
+
+impl Checked {
+    /// To be called before a copy, which gives the stream something to do
+    /// again. Returns what `after` wants.
+    fn before(&mut self) -> u64 {
+        if let Some(since) = self.drained.take() {
+            self.drains += 1;
+            self.idle += since.elapsed();
+        }
+        self.copier.stats().guarded
+    }
+
+    /// To be called after a copy, which may have waited for the stream.
+    fn after(&mut self, waits: u64) {
+        if self.copier.stats().guarded > waits {
+            self.drained = Some(Instant::now());
+        }
+    }
+}
 
 impl CopyPath for Checked {
     type Pinned = PinnedBuffer<u32>;
 
-    fn new(stream: &Arc<CudaStream>) -> anyhow::Result<Self> {
-        Ok(Self(Copier::new(stream)?))
+    fn new(stream: &Arc<CudaStream>, policy: Policy) -> anyhow::Result<Self> {
+        let options = CopierOptions::default().policy(policy);
+        Ok(Self {
+            copier: Copier::with_options(stream, options)?,
+            drained: None,
+            drains: 0,
+            idle: Duration::ZERO,
+        })
     }
 
     fn copy(&mut self, src: &[u32], dst: &mut CudaViewMut<'_, u32>) -> anyhow::Result<Outcome> {
-        self.0.copy_h2d_async(src, dst)?;
-        Ok(Outcome::Copied)
+        let waits = self.before();
+        let copied = self.copier.copy_h2d_async(src, dst);
+        self.after(waits);
+        match copied {
+            Ok(()) => Ok(Outcome::Copied),
+            Err(CudaError::Denied { .. }) => Ok(Outcome::Refused),
+            Err(error) => Err(error.into()),
+        }
     }
 
     fn copy_from(
@@ -106,17 +160,26 @@ impl CopyPath for Checked {
         src: &Self::Pinned,
         dst: &mut CudaViewMut<'_, u32>,
     ) -> anyhow::Result<()> {
-        Ok(self.0.copy_h2d_from(src, 0..src.len(), dst)?)
+        self.before();
+        Ok(self.copier.copy_h2d_from(src, 0..src.len(), dst)?)
+    }
+
+    fn drained(&mut self) {
+        self.drained = Some(Instant::now());
     }
 
     fn counts(&self) -> Counts {
-        let stats = self.0.stats();
+        let stats = self.copier.stats();
         Counts {
             pageable: stats.pageable,
-            guarded: stats.guarded,
+            staged: stats.staged,
+            waited: stats.guarded,
             split: stats.split,
+            denied: stats.denied,
             owned: stats.owned,
-            guarded_ns: u64::try_from(stats.waited.as_nanos()).unwrap_or(u64::MAX),
+            waited_ns: u64::try_from(stats.waited.as_nanos()).unwrap_or(u64::MAX),
+            drains: self.drains,
+            idle_ns: u64::try_from(self.idle.as_nanos()).unwrap_or(u64::MAX),
             ..Counts::default()
         }
     }
@@ -147,7 +210,7 @@ pub(crate) struct Unchecked {
 impl CopyPath for Unchecked {
     type Pinned = PlainPinned;
 
-    fn new(stream: &Arc<CudaStream>) -> anyhow::Result<Self> {
+    fn new(stream: &Arc<CudaStream>, _policy: Policy) -> anyhow::Result<Self> {
         Ok(Self {
             stream: Arc::clone(stream),
             counts: Counts::default(),

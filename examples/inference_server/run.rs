@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow};
 use cudarc::driver::CudaContext;
+use pinned_hosts::cuda::Policy;
 
 use crate::measure::{Probe, Times};
 use crate::mirror::Checks;
@@ -47,11 +48,12 @@ struct Board {
 pub(crate) fn run<P: CopyPath>(
     driver: &Driver,
     context: &Arc<CudaContext>,
+    policy: Policy,
     streams: u16,
     duration: Duration,
     progress: &Progress,
 ) -> anyhow::Result<Totals> {
-    let shared = &Shared::<P>::new(context)?;
+    let shared = &Shared::<P>::new(context, policy)?;
     let started = Instant::now();
     let board = &Board {
         deadline: started + duration,

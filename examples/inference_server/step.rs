@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream};
+use pinned_hosts::cuda::Policy;
 
 use crate::arena::HalfPinned;
 use crate::mirror::{Checks, Mirror};
@@ -47,6 +48,7 @@ mod slot {
 /// What all streams share for the whole run.
 pub(crate) struct Shared<P: CopyPath> {
     pub(crate) context: Arc<CudaContext>,
+    policy: Policy,
     /// A page-locked blob, written once.
     metadata: P::Pinned,
     /// Prompts, in memory of which another library pinned a half.
@@ -54,7 +56,7 @@ pub(crate) struct Shared<P: CopyPath> {
 }
 
 impl<P: CopyPath> Shared<P> {
-    pub(crate) fn new(context: &Arc<CudaContext>) -> anyhow::Result<Self> {
+    pub(crate) fn new(context: &Arc<CudaContext>, policy: Policy) -> anyhow::Result<Self> {
         let mut numbers = Numbers::new(0);
         let mut metadata = P::Pinned::zeroed(context, 64 << 10)?;
         numbers.fill(metadata.words_mut()?);
@@ -62,6 +64,7 @@ impl<P: CopyPath> Shared<P> {
         numbers.fill(&mut prompts);
         Ok(Self {
             context: Arc::clone(context),
+            policy,
             metadata,
             prompts: HalfPinned::new(context, prompts.into())?,
         })
@@ -91,7 +94,7 @@ impl<'s, P: CopyPath> Server<'s, P> {
         let context = &shared.context;
         Ok(Self {
             shared,
-            path: P::new(stream)?,
+            path: P::new(stream, shared.policy)?,
             mirror: Mirror::new(stream, slot::END)?,
             numbers: Numbers::new(u64::from(number) << 32),
             steps: 0,
@@ -121,6 +124,7 @@ impl<'s, P: CopyPath> Server<'s, P> {
         }
         // A server waits for the sampled tokens here.
         self.mirror.check()?;
+        self.path.drained();
         self.steps += 1;
         Ok(())
     }

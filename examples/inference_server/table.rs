@@ -72,17 +72,35 @@ fn copies(figures: &Figures) -> Vec<Row> {
             "no wait, the buffer keeps itself".to_owned(),
         ));
         rows.push((
-            "  page-locked, guarded",
-            count(figures.guarded_copies),
+            "  page-locked, staged",
+            count(figures.staged),
+            "no wait, through the staging ring".to_owned(),
+        ));
+        rows.push((
+            "  page-locked, waited",
+            count(figures.waited),
             format!(
                 "{} each, with the wait",
-                time(figures.guarded_copy_ns_mean as f64)
+                time(figures.waited_copy_ns_mean as f64)
             ),
         ));
         rows.push((
             "    of these split",
-            count(figures.split_copies),
+            count(figures.split),
             "page-locked in part".to_owned(),
+        ));
+        rows.push((
+            "denied copies",
+            count(figures.denied),
+            "page-locked, and not copied".to_owned(),
+        ));
+        rows.push((
+            "stream idle",
+            format!("{:.1} %", 100.0 * figures.stream_idle_fraction),
+            format!(
+                "of the time, drained {} times",
+                HumanCount(figures.stream_drains)
+            ),
         ));
     }
     rows

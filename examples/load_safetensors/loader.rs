@@ -157,7 +157,7 @@ impl<'w> Loader<'w> {
             copies.all += worker.copies;
             copies.private += worker.private_copies;
             copies.pageable += stats.pageable;
-            copies.pinned += stats.guarded - stats.split;
+            copies.pinned += stats.staged + stats.guarded.saturating_sub(stats.split);
             copies.split += stats.split;
             copies.bounced += stats.bounced;
         }

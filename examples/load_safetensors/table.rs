@@ -80,12 +80,12 @@ fn copies(figures: &Figures) -> Vec<Row> {
         (
             "  pinned",
             count(figures.pinned_copies),
-            "read by the device itself, waited for".to_owned(),
+            "waited for; small ones staged instead".to_owned(),
         ),
         (
             "  split",
             count(figures.split_copies),
-            "likewise, across the end of a chunk".to_owned(),
+            "waited for, across the end of a chunk".to_owned(),
         ),
         (
             "  bounced",

@@ -334,6 +334,23 @@ impl Copier {
     }
 }
 
+/// As [`Copier::new`].
+impl TryFrom<Arc<CudaStream>> for Copier {
+    type Error = CudaError;
+
+    fn try_from(stream: Arc<CudaStream>) -> Result<Self, CudaError> {
+        Self::new(&stream)
+    }
+}
+
+/// Waits for the copies that still use the staging ring, as dropping the
+/// copier does.
+impl From<Copier> for Arc<CudaStream> {
+    fn from(copier: Copier) -> Self {
+        Arc::clone(&copier.stream)
+    }
+}
+
 /// Whether there is anything to copy, and room for it.
 pub(super) fn has_room(
     source: usize,

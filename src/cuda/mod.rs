@@ -1,13 +1,125 @@
 //! Copies and page-locked memory over `cudarc`, sound for any borrowed slice.
 //!
-//! - [`Copier::copy_h2d_async`] copies from any slice; if the slice turns out
-//!   to be page-locked, it waits for the device.
-//! - [`PinnedBuffer`] is page-locked memory that is registered while it lives.
-//!   [`Copier::copy_h2d_from`] copies from it without a wait.
-//! - [`HostRegistration`] page-locks memory that exists, such as a mapped file,
-//!   while copies from it are running.
-//! - [`context`] opens a device, with an error instead of a panic where no
-//!   driver is installed.
+//! A [`Copier`] makes the copies of one stream. [`PinnedBuffer`] is page-locked
+//! memory that is registered while it lives; [`PinnedPool`] keeps such buffers
+//! for a server. [`HostRegistration`] page-locks memory that exists, such as a
+//! mapped file, while copies from it are running. [`context`] opens a device,
+//! with an error instead of a panic where no driver is installed.
+//!
+//! # Which copy do I want?
+//!
+//! | what you have | call | waits for the device? |
+//! |---|---|---|
+//! | any slice, and no wish to think about it | [`copy_h2d_async`](Copier::copy_h2d_async) | no; yes if page-locked and over 256 KiB |
+//! | a page-locked buffer of your own, to be used again | [`copy_h2d_from`](Copier::copy_h2d_from) | no; writing the buffer again does |
+//! | a buffer to hand over, and to have back | [`upload`](Copier::upload), [`download`](Copier::download) | no |
+//! | many buffers for many requests | [`PinnedPool`] | no |
+//! | several large slices, or results to read, and other work meanwhile | [`scope`](Copier::scope) | once, at its end |
+//! | host memory to fill now | [`copy_d2h_async`](Copier::copy_d2h_async) | yes |
+//! | a copy inside a CUDA graph | [`capture_h2d_from`](Copier::capture_h2d_from) | no |
+//! | `cudarc` calls that are to stay | [`checked`] | no; on coherent devices, for the context |
+//!
+//! ## Any slice
+//!
+//! ```no_run
+//! # use pinned_hosts::cuda::{self, Copier, CopierOptions, Policy};
+//! # let context = cuda::context(0)?;
+//! # let mut on_device = context.default_stream().alloc_zeros::<u32>(4)?;
+//! let copier = Copier::new(&context.new_stream()?)?;
+//! copier.copy_h2d_async(&[1, 2, 3], &mut on_device)?;
+//!
+//! // In tests, to find the call sites that would be slower than they look:
+//! let strict = CopierOptions::default().policy(Policy::Deny);
+//! let copier = Copier::with_options(&context.new_stream()?, strict)?;
+//! copier.copy_h2d_async(&[1, 2, 3], &mut on_device)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! ## A buffer to be used again
+//!
+//! ```no_run
+//! # use pinned_hosts::cuda::{self, Copier, PinnedBuffer};
+//! # let context = cuda::context(0)?;
+//! # let copier = Copier::new(&context.new_stream()?)?;
+//! # let mut on_device = copier.stream().alloc_zeros::<u32>(1024)?;
+//! let mut tokens = PinnedBuffer::<u32>::zeroed(&context, 1024)?;
+//! for step in 0..3 {
+//!     tokens.as_mut_slice()?.fill(step); // waits for the copy before
+//!     copier.copy_h2d_from(&tokens, 0..1024, &mut on_device)?;
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! ## A buffer to hand over
+//!
+//! ```no_run
+//! # use pinned_hosts::cuda::{self, Copier, PinnedBuffer};
+//! # let context = cuda::context(0)?;
+//! # let copier = Copier::new(&context.new_stream()?)?;
+//! # let on_device = copier.stream().alloc_zeros::<u32>(1024)?;
+//! let tokens = PinnedBuffer::from_slice(&context, &[7u32; 1024])?;
+//! let transfer = copier.upload(tokens, on_device)?;
+//! // Other work, and then:
+//! let (tokens, on_device) = transfer.wait()?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! ## Buffers for many requests
+//!
+//! ```no_run
+//! # use pinned_hosts::cuda::{self, Copier, PinnedPool};
+//! # let context = cuda::context(0)?;
+//! # let copier = Copier::new(&context.new_stream()?)?;
+//! # let mut on_device = copier.stream().alloc_zeros::<u32>(1024)?;
+//! let pool = PinnedPool::<u32>::new(&context, 64 << 20);
+//! let mut request = pool.take(100)?;
+//! request.as_mut_slice()?.fill(7);
+//! copier.copy_h2d_from(&request, 0..100, &mut on_device)?;
+//! drop(request); // back to the pool, which gives it out again once it is read
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! ## Several slices, and results
+//!
+//! ```no_run
+//! # use pinned_hosts::cuda::{self, Copier};
+//! # let context = cuda::context(0)?;
+//! # let copier = Copier::new(&context.new_stream()?)?;
+//! # let mut on_device = copier.stream().alloc_zeros::<u32>(1024)?;
+//! # let (weights, mut logits) = (vec![0u32; 1024], vec![0u32; 1024]);
+//! copier.scope(|scope| {
+//!     scope.copy_h2d(&weights, &mut on_device)?;
+//!     scope.copy_d2h(&on_device, &mut logits)
+//! })?;
+//! // `logits` has arrived.
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! ## Host memory to fill now
+//!
+//! ```no_run
+//! # use pinned_hosts::cuda::{self, Copier};
+//! # let context = cuda::context(0)?;
+//! # let copier = Copier::new(&context.new_stream()?)?;
+//! # let on_device = copier.stream().alloc_zeros::<u32>(4)?;
+//! let mut token = [0u32; 4];
+//! copier.copy_d2h_async(&on_device, &mut token)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! ## `cudarc` calls that are to stay
+//!
+//! ```no_run
+//! # use pinned_hosts::cuda::{self, PinnedBuffer, checked};
+//! # let context = cuda::context(0)?;
+//! # let stream = context.new_stream()?;
+//! # let mut on_device = stream.alloc_zeros::<u32>(4)?;
+//! # let slice = [1, 2, 3, 4];
+//! stream.memcpy_htod(&checked(&slice), &mut on_device)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Memory of others
 //!
 //! Memory that other code page-locks has to be made known with
 //! [`register`](crate::register) or
@@ -38,6 +150,7 @@
 pub use cudarc;
 
 mod call_site;
+mod checked;
 mod chunks;
 mod copier;
 mod device;
@@ -51,11 +164,13 @@ mod pinned_buffer;
 mod pinned_memory;
 mod pool;
 mod registration_error;
+mod scope;
 mod staging;
 mod stats;
 mod transfer;
 mod wait;
 
+pub use checked::{Checked, checked};
 pub use copier::Copier;
 pub use driver::context;
 pub use error::CudaError;
@@ -65,5 +180,6 @@ pub use options::{CopierOptions, Policy};
 pub use pinned_buffer::PinnedBuffer;
 pub use pool::{PinnedPool, PoolStats, Pooled};
 pub use registration_error::{RegisterError, RegisterFailure, UnregisterError, UnregisterFailure};
+pub use scope::Scope;
 pub use stats::CopyStats;
 pub use transfer::{Transfer, TransferError, TransferFuture};

@@ -158,11 +158,11 @@ impl StagingRing {
             return Ok(first);
         }
         let may_grow = blocks.bytes == 0 || blocks.bytes + self.block_bytes <= self.limit;
-        let mut last_error = None;
+        let mut no_growth = None;
         if may_grow {
             match self.new_block(blocks, counts) {
                 Ok(block) => return Ok(block),
-                Err(error) => last_error = Some(error),
+                Err(error) => no_growth = Some(error),
             }
         }
         while let Some(mut first) = blocks.closed.pop_front() {
@@ -174,13 +174,10 @@ impl StagingRing {
                     first.used = 0;
                     return Ok(first);
                 }
-                Waited::Unknown(error) => {
-                    first.leak(&error);
-                    last_error = Some(error);
-                }
+                Waited::Unknown(error) => first.leak(&error),
             }
         }
-        match last_error {
+        match no_growth {
             Some(error) => Err(error),
             // All that there was is leaked.
             None => self.new_block(blocks, counts),

@@ -69,7 +69,13 @@ fn wait_for_context(error: CudaError, context: &CudaContext) -> Waited {
 
 /// As [`wait_for_enqueued`], for a borrowed source.
 pub(super) fn wait_or_abort(event: &Event, stream: &CudaStream) -> Result<(), CudaError> {
-    match wait_for_enqueued(event, stream) {
+    abort_unless_dead(wait_for_enqueued(event, stream))
+}
+
+/// The error of a wait for borrowed memory that is over; if nobody knows
+/// whether it is, the process ends, unless the context is dead.
+pub(super) fn abort_unless_dead(waited: Waited) -> Result<(), CudaError> {
+    match waited {
         Waited::Done(result) => result,
         Waited::Unknown(error) if context_is_dead(&error) => Err(error),
         Waited::Unknown(error) => abort(&error),

@@ -7,8 +7,9 @@ use std::process::{Command, Output};
 use std::sync::Arc;
 
 use cuda_sim::{Counters, Session};
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream};
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, sys};
 use pinned_hosts::cuda::{self, Copier, CopierOptions, Policy};
+use pinned_hosts::{Region, global};
 
 /// The simulated driver to oneself, a context, a stream, and a
 /// [waiting copier](waiting_copier) on it.
@@ -79,6 +80,34 @@ impl Rig {
 /// A copier that waits for page-locked sources: what waits can be seen to.
 pub(crate) fn waiting_copier(stream: &Arc<CudaStream>) -> Copier {
     Copier::with_options(stream, CopierOptions::default().policy(Policy::Wait)).unwrap()
+}
+
+/// Memory that the user's own code page-locks with the driver, and notes in
+/// the registry.
+pub(crate) struct Registered {
+    pub(crate) memory: Vec<u8>,
+    id: pinned_hosts::RegionId,
+}
+
+impl Registered {
+    pub(crate) fn new(memory: Vec<u8>) -> Self {
+        let id = global().register(Region::of(&memory).unwrap());
+        let base = memory.as_ptr().cast_mut().cast();
+        // SAFETY: the vector outlives the registration (see `drop`).
+        let code = unsafe { sys::cuMemHostRegister_v2(base, memory.len(), 1) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+        Self { memory, id }
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        let base = self.memory.as_ptr().cast_mut().cast();
+        // SAFETY: registered by `new`.
+        let code = unsafe { sys::cuMemHostUnregister(base) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+        global().unregister(self.id).unwrap();
+    }
 }
 
 /// Runs the test `name` of this binary in a process of its own, with the

@@ -342,6 +342,21 @@ fn the_legacy_stream_cannot_be_captured() {
 }
 
 #[test]
+fn asking_the_legacy_stream_is_refused_beside_a_blocking_capture_and_spoils_nothing() {
+    let bench = bench();
+    // SAFETY: an out pointer.
+    let blocking = out(|it| unsafe { sys::cuStreamCreate(it, 0) }).unwrap();
+    assert_eq!(begin(blocking, RELAXED), 0);
+    // SAFETY: an out pointer.
+    let asked = out(|it| unsafe { sys::cuStreamIsCapturing(null().cast(), it) });
+    assert_eq!(asked, Err(906));
+    assert_eq!(status(blocking), 1);
+    assert!(end(blocking).is_ok());
+    assert_eq!(status(null().cast()), 0);
+    drop(bench);
+}
+
+#[test]
 fn work_on_the_legacy_stream_spoils_the_capture_of_a_blocking_stream() {
     let bench = bench();
     let target = device_alloc(8);

@@ -173,25 +173,26 @@ impl State {
     /// Work on the legacy stream would wait for blocking streams, which a
     /// capture on one of those cannot allow.
     pub(super) fn check_implicit(&mut self, id: usize) -> Outcome {
-        if self.captures.is_empty() {
-            return Ok(());
-        }
-        let Some(stream) = self.streams.get(&id).filter(|it| it.role == Role::Legacy) else {
-            return Ok(());
-        };
-        let context = stream.context;
-        let capturing = self
-            .streams
-            .values()
-            .filter(|it| it.context == context && it.blocking)
-            .find_map(|it| it.capture);
-        match capturing {
+        match self.implicit_capture(id) {
             None => Ok(()),
             Some(capture) => {
                 self.invalidate(capture);
                 Err(code::STREAM_CAPTURE_IMPLICIT)
             }
         }
+    }
+
+    /// If the stream is the legacy one, a capture of a blocking stream that it
+    /// would have to wait for.
+    pub(super) fn implicit_capture(&self, id: usize) -> Option<usize> {
+        if self.captures.is_empty() {
+            return None;
+        }
+        let stream = self.streams.get(&id).filter(|it| it.role == Role::Legacy)?;
+        self.streams
+            .values()
+            .filter(|it| it.context == stream.context && it.blocking)
+            .find_map(|it| it.capture)
     }
 
     /// The calling thread does what could disturb a capture.

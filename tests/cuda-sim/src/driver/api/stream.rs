@@ -218,6 +218,10 @@ fn usable(state: &mut crate::driver::state::State, handle: usize) -> Outcome<usi
 fn capture_of(handle: usize) -> Outcome<(u32, u64)> {
     let mut state = enter()?;
     let stream = state.stream(handle)?;
+    // As documented, and without harm to the capture.
+    if state.implicit_capture(stream).is_some() {
+        return Err(code::STREAM_CAPTURE_IMPLICIT);
+    }
     let Some(id) = state.streams.get(&stream).and_then(|it| it.capture) else {
         return Ok((CAPTURE_NONE, 0));
     };
