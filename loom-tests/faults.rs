@@ -205,7 +205,7 @@ pub(crate) const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "lookup_before_section",
-        what: "(in the models' copy) the source is looked up before the section is entered",
+        what: "the source is looked up before the section is entered",
         found_by: &["pin_against_copy", "pin_unpin_against_copy"],
         reason: "found pageable, and read late",
     },

@@ -9,7 +9,10 @@
 
 use loom::sync::{Arc, Mutex};
 use pinned_hosts::Residency::Pageable;
-use pinned_hosts::{PinError, RegionState, Registration, Registry, Residency, global, residency};
+use pinned_hosts::{
+    PinError, RegionState, Registration, Registry, Residency, enter_and_ask_residency, global,
+    residency,
+};
 
 use crate::cells::{a, at_once, region};
 use crate::faults::is_asked_for;
@@ -213,9 +216,7 @@ impl Driver {
     }
 
     fn copy(&self, registry: &'static Registry, witness: &Witness) {
-        let early = is_asked_for("lookup_before_section").then(|| residency(a()));
-        let _section = registry.enter();
-        let found = early.unwrap_or_else(|| residency(a()));
+        let (_section, found) = enter_and_ask_residency(a());
         self.copy_as(found, registry, witness);
     }
 

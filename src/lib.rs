@@ -25,7 +25,7 @@ pub use snapshot::{RegionEntry, RegionState, Regions, Residency, Segment, Segmen
 
 modelled_only! {
     #[doc(hidden)]
-    pub use reader::after_the_threads_reader;
+    pub use reader::{after_the_threads_reader, enter_and_ask_residency};
 }
 
 /// The process-wide registry: the one that the free functions of this crate

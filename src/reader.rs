@@ -25,6 +25,8 @@ use std::fmt;
 
 use crate::global;
 use crate::region::Region;
+#[cfg(any(feature = "cuda", loom))]
+use crate::section::Section;
 use crate::snapshot::{Regions, Residency, Segments, Snapshot, Span};
 use crate::sync::{Arc, ArcSwap, Cache, RefCell, modelled_only, per_thread, weakened};
 
@@ -152,6 +154,24 @@ pub(crate) fn ask_global<R>(ask: impl Fn(&Snapshot) -> R) -> R {
     }
 }
 
+/// Enters a section of the process-wide registry, and asks the registry then.
+///
+/// In this order: the thread's reader takes a snapshot that is older than the
+/// published one only if that was published after the section was entered, and
+/// then the publisher's grace period waits for this section. (`section.rs` has
+/// the whole argument.)
+#[cfg(any(feature = "cuda", loom))]
+#[inline]
+pub(crate) fn enter_and_ask<R>(ask: impl Fn(&Snapshot) -> R) -> (Section<'static>, R) {
+    weakened!("lookup_before_section" => {
+        let answer = ask_global(&ask);
+        return (global().enter(), answer);
+    });
+    let section = global().enter();
+    let answer = ask_global(ask);
+    (section, answer)
+}
+
 // Out of line, so that the hit path stays short enough to be inlined.
 #[cold]
 #[inline(never)]
@@ -172,6 +192,11 @@ fn ask_past_the_reader<R>(ask: impl Fn(&Snapshot) -> R) -> R {
 }
 
 modelled_only! {
+    /// What a checked copy does first.
+    pub fn enter_and_ask_residency(bytes: &[u8]) -> (Section<'static>, Residency) {
+        enter_and_ask(|snapshot| snapshot.residency(Span::of(bytes)))
+    }
+
     /// Runs `run` on this thread once its reader is gone.
     pub fn after_the_threads_reader(run: Box<dyn FnOnce()>) {
         crate::sync::after_the_locals(run);

@@ -226,7 +226,8 @@ impl Registry {
     /// # Errors
     ///
     /// [`GraceError::InsideSection`] at once if this thread is inside a
-    /// section of this registry; [`GraceError::TimedOut`].
+    /// section of this registry; [`GraceError::ForkedChild`];
+    /// [`GraceError::TimedOut`].
     pub fn wait_for_sections(&self, limit: Option<Duration>) -> Result<(), GraceError> {
         self.sections.wait(limit)
     }

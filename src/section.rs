@@ -34,11 +34,17 @@
 //! it raises a flag.
 //!
 //! A thread that waited for a grace period inside a section would wait for
-//! itself. It gets an error.
+//! itself. It gets an error. Two threads, each inside a section of one registry
+//! and waiting for a grace period of the other's, would wait for each other, and
+//! no registry can see it: so wait for no grace period inside any section.
+//!
+//! After `fork`, a child has a copy of the collector in which the sections of
+//! the parent's other threads never end. There, a grace period is an error.
 
 use std::error::Error;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -47,7 +53,9 @@ use crossbeam_epoch::{Collector, Guard, LocalHandle};
 use crate::region::Region;
 use crate::registry::Registry;
 use crate::snapshot::{Residency, Segments};
-use crate::sync::{Arc, AtomicBool, Ordering, RefCell, Tally, pause, per_thread};
+use crate::sync::{
+    Alive, AliveElsewhere, Arc, AtomicBool, Ordering, RefCell, Tally, pause, per_thread,
+};
 
 /// How long a grace period may take before it is remarked on, again and again.
 const LONG: Duration = Duration::from_secs(1);
@@ -57,12 +65,17 @@ pub(crate) struct Sections {
     collector: Collector,
     /// How many threads have been in a section and have not exited.
     threads: Tally,
+    /// So that threads can tell which of their parts are of no use any more.
+    alive: Alive,
+    /// The process that made it.
+    owner: u32,
 }
 
 /// A thread's part in one registry's sections.
 struct Participant {
     handle: LocalHandle,
     threads: Tally,
+    registry: AliveElsewhere,
 }
 
 impl Drop for Participant {
@@ -73,7 +86,7 @@ impl Drop for Participant {
 
 per_thread! {
     /// This thread's part in the sections of each registry that it has been
-    /// in. It is a handful of words for each, kept until the thread exits.
+    /// in, as long as both live.
     static PARTICIPANTS: RefCell<Vec<Rc<Participant>>> = RefCell::new(Vec::new());
 }
 
@@ -82,6 +95,8 @@ impl Sections {
         Self {
             collector: Collector::new(),
             threads: Tally::default(),
+            alive: Alive::default(),
+            owner: process::id(),
         }
     }
 
@@ -90,11 +105,15 @@ impl Sections {
         Rc::new(Participant {
             handle: self.collector.register(),
             threads: self.threads.clone(),
+            registry: self.alive.elsewhere(),
         })
     }
 
-    /// Calls `with` with this thread's part, or with `None` in a thread-local
-    /// destructor after the parts are gone.
+    /// Calls `with` with this thread's part, or with `None` if it cannot be had:
+    /// in a thread-local destructor after the parts are gone, and while they
+    /// are being looked through. (A global allocator that asks, called when the
+    /// list grows, would be such a one.) A section is then entered with a part
+    /// of its own, and a grace period is refused.
     fn with_participant<R>(&self, with: impl FnOnce(Option<&Rc<Participant>>) -> R) -> R {
         let participant = PARTICIPANTS.try_with(|all| {
             let mut all = all.try_borrow_mut().ok()?;
@@ -102,6 +121,7 @@ impl Sections {
                 .iter()
                 .position(|it| *it.handle.collector() == self.collector);
             let index = known.unwrap_or_else(|| {
+                all.retain(|it| it.registry.is_alive());
                 all.push(self.join());
                 all.len() - 1
             });
@@ -122,6 +142,9 @@ impl Sections {
 
     /// Waits until every section that began before this call has ended.
     pub(crate) fn wait(&self, limit: Option<Duration>) -> Result<(), GraceError> {
+        if process::id() != self.owner {
+            return Err(GraceError::ForkedChild);
+        }
         let participant = self.with_participant(|participant| participant.cloned());
         // Without its part, nobody knows whether this thread is in a section.
         let participant = participant.ok_or(GraceError::InsideSection)?;
@@ -185,7 +208,9 @@ fn remark(waited: Duration, threads: u64) {
 ///
 /// From [`Registry::enter`]. Enter first, ask then, copy, and end the section
 /// (drop it) once the device no longer needs the borrowed source. Sections
-/// nest. Keep them short: a grace period waits for them.
+/// nest. Keep them short: a grace period waits for them. And wait for no grace
+/// period inside one, not of another registry either: two threads could wait
+/// for each other.
 ///
 /// It stays on the thread that entered it:
 ///
@@ -260,6 +285,9 @@ pub enum GraceError {
     /// This thread is inside a section of the same registry, or is exiting:
     /// it would wait for itself.
     InsideSection,
+    /// This process was forked from the one that made the registry, whose
+    /// other threads' sections it has copies of that never end.
+    ForkedChild,
     /// The time limit was reached first.
     TimedOut {
         /// How long it was waited.
@@ -274,6 +302,10 @@ impl fmt::Display for GraceError {
                 "this thread is inside a read-side section of the registry (or is exiting) and \
                  would wait for itself: drop the Section first",
             ),
+            Self::ForkedChild => f.write_str(
+                "this process was forked from the one that made the registry: only that one can \
+                 pin and unpin live memory. Start a new process instead (exec)",
+            ),
             Self::TimedOut { waited } => write!(
                 f,
                 "a read-side section had not ended after {waited:?}: look for a copy on a \
@@ -284,3 +316,22 @@ impl fmt::Display for GraceError {
 }
 
 impl Error for GraceError {}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_keeps_no_part_in_registries_that_are_gone() {
+        let parts = || PARTICIPANTS.with(|all| all.borrow().len());
+        let kept = Registry::new();
+        for _ in 0..1000 {
+            drop(kept.enter());
+            let registry = Registry::new();
+            drop(registry.enter());
+        }
+        // The one that is kept, and the last.
+        assert_eq!(parts(), 2);
+        drop(kept.enter());
+    }
+}

@@ -166,6 +166,26 @@ impl Tally {
     }
 }
 
+/// Says whether its owner lives, to tidy up by. Like a tally, it orders nothing,
+/// and the models leave it out.
+#[derive(Debug, Default)]
+pub(crate) struct Alive(std::sync::Arc<()>);
+
+#[derive(Debug)]
+pub(crate) struct AliveElsewhere(std::sync::Weak<()>);
+
+impl Alive {
+    pub(crate) fn elsewhere(&self) -> AliveElsewhere {
+        AliveElsewhere(std::sync::Arc::downgrade(&self.0))
+    }
+}
+
+impl AliveElsewhere {
+    pub(crate) fn is_alive(&self) -> bool {
+        self.0.strong_count() > 0
+    }
+}
+
 /// What the models run on.
 #[cfg(loom)]
 mod modelled {

@@ -2,13 +2,19 @@
 //! the closures stand in for its calls.
 #![allow(clippy::unwrap_used)]
 
+mod common;
+
 use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use pinned_hosts::{GraceError, PinError, Region, RegionState, Registry, Residency, UnknownRegion};
+use common::in_child;
+
+use pinned_hosts::{
+    GraceError, PinError, Region, RegionState, Registry, Residency, UnknownRegion, global,
+};
 
 fn region(bytes: &[u8]) -> Region {
     Region::of(bytes).unwrap()
@@ -316,4 +322,49 @@ fn a_section_in_a_thread_local_destructor_holds_up_grace_periods_too() {
     .join()
     .unwrap();
     assert_eq!(told.recv().unwrap(), Err(GraceError::InsideSection));
+}
+
+// Forks
+
+/// In the child, the other thread's section never ends.
+#[test]
+fn a_forked_child_waits_for_no_grace_period() {
+    let name = "a_forked_child_waits_for_no_grace_period";
+    // In a process of its own, so that no other test runs while it forks.
+    if let Some(output) = in_child(name, |_| ()) {
+        assert!(output.status.success(), "{output:?}");
+        return;
+    }
+    let (entered, wait) = mpsc::channel();
+    let (done, end) = mpsc::channel::<()>();
+    let in_section = thread::spawn(move || {
+        let _section = global().enter();
+        entered.send(()).unwrap();
+        end.recv().unwrap();
+    });
+    wait.recv().unwrap();
+    // SAFETY: the child only asks, and leaves.
+    match unsafe { libc::fork() } {
+        0 => {
+            let refused = global().wait_for_sections(None) == Err(GraceError::ForkedChild);
+            // SAFETY: ends the child, without running what the parent owns.
+            unsafe { libc::_exit(i32::from(!refused)) }
+        }
+        child => {
+            assert!(child > 0, "fork");
+            let mut status = -1;
+            let deadline = Instant::now() + Duration::from_secs(20);
+            // SAFETY: `child` is ours, and `status` a place for its status.
+            while unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } == 0 {
+                if Instant::now() > deadline {
+                    // SAFETY: `child` is ours, and was not waited for yet.
+                    unsafe { libc::kill(child, libc::SIGKILL) };
+                }
+                thread::yield_now();
+            }
+            assert_eq!(status, 0, "the child waited, or was not refused");
+        }
+    }
+    done.send(()).unwrap();
+    in_section.join().unwrap();
 }

@@ -177,11 +177,10 @@ impl Copier {
         let (dst_address, _written) = dst.device_ptr_mut(&self.stream);
         self.be_ready()?;
         // From before the question until the device is done with the source.
-        let section = global().enter();
         let span = Span::of(src);
         let source = src.as_ptr().cast::<u8>();
         let bytes = size_of_val(src);
-        let residency = reader::ask_global(|snapshot| snapshot.residency(span));
+        let (section, residency) = reader::enter_and_ask(|snapshot| snapshot.residency(span));
 
         if residency == Residency::Pageable && !self.reads_pageable_late {
             self.counts.pageable.add(1);
