@@ -1,6 +1,6 @@
 //! The wall between C and Rust: every exported function goes through it.
 
-use super::{Outcome, faults, state};
+use super::{Outcome, faults, state, user_object};
 use crate::code;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -25,12 +25,16 @@ impl Site {
     }
 
     /// Counts the call, lets an ordered fault take its place, or else runs
-    /// `body`, whose panics become `CUDA_ERROR_UNKNOWN`.
+    /// `body`, whose panics become `CUDA_ERROR_UNKNOWN`. From a destructor
+    /// nothing may be called.
     pub(super) fn run(&'static self, body: impl FnOnce() -> Outcome) -> i32 {
         if !self.listed.load(Ordering::Relaxed) && !self.listed.swap(true, Ordering::Relaxed) {
             sites().push(self);
         }
         self.calls.fetch_add(1, Ordering::Relaxed);
+        if user_object::is_destructor_thread() {
+            return code::NOT_PERMITTED;
+        }
         let fault = faults::due(self.name);
         if let Some(fault) = fault.filter(|fault| !fault.acts) {
             return fault.code;

@@ -13,6 +13,7 @@
 use super::operation::Action;
 use super::schedule::{Point, Role};
 use super::state::State;
+use super::user_object::Reference;
 use super::{Outcome, TALLY, this_thread};
 use crate::{code, counters};
 use std::cell::Cell;
@@ -30,12 +31,19 @@ pub(super) struct Capture {
     thread: u64,
     origin: usize,
     pub(super) invalid: bool,
+    /// The handle of the graph to be.
+    pub(super) graph: usize,
     nodes: Vec<Action>,
+    references: Vec<Reference>,
     clocks: HashMap<usize, Clock>,
 }
 
+/// A graph, or an executable one: a copy of a graph as it was, references and
+/// all.
+#[derive(Clone)]
 pub(super) struct Graph {
-    nodes: Vec<Action>,
+    nodes: Arc<Vec<Action>>,
+    references: Vec<Reference>,
 }
 
 thread_local! {
@@ -60,6 +68,7 @@ impl State {
             return Err(code::ILLEGAL_STATE);
         }
         let capture = self.new_handle();
+        let graph = self.new_handle();
         let clocks = HashMap::from([(id, Clock::from([(id, 0)]))]);
         self.captures.insert(
             capture,
@@ -68,7 +77,9 @@ impl State {
                 thread: this_thread(),
                 origin: id,
                 invalid: false,
+                graph,
                 nodes: Vec::new(),
+                references: Vec::new(),
                 clocks,
             },
         );
@@ -100,10 +111,12 @@ impl State {
         if !capture.clocks.iter().all(|(it, clock)| joined(it, clock)) {
             return Err(code::STREAM_CAPTURE_UNJOINED);
         }
-        let graph = self.new_handle();
-        let nodes = capture.nodes;
-        self.graphs.insert(graph, Arc::new(Graph { nodes }));
-        Ok(graph)
+        let graph = Graph {
+            nodes: Arc::new(capture.nodes),
+            references: capture.references,
+        };
+        self.graphs.insert(capture.graph, graph);
+        Ok(capture.graph)
     }
 
     fn forget_capture(&mut self, handle: usize) -> Option<Capture> {
@@ -126,7 +139,7 @@ impl State {
 
     pub(super) fn invalidate(&mut self, capture: usize) {
         if let Some(capture) = self.captures.get_mut(&capture) {
-            capture.invalid = true;
+            capture.spoil();
         }
     }
 
@@ -188,11 +201,24 @@ impl State {
         if self.captures.is_empty() {
             return None;
         }
-        let stream = self.streams.get(&id).filter(|it| it.role == Role::Legacy)?;
+        let legacy = self.streams.get(&id).filter(|it| it.role == Role::Legacy)?;
         self.streams
             .values()
-            .filter(|it| it.context == stream.context && it.blocking)
+            .filter(|it| it.context == legacy.context && it.blocking)
             .find_map(|it| it.capture)
+    }
+
+    /// The references that a graph owns, or one that is being captured. The
+    /// handle of a spoilt capture's graph "may be invalidated before end of
+    /// capture" (`cuStreamGetCaptureInfo`), and here it is.
+    pub(super) fn references(&mut self, graph: usize) -> Outcome<&mut Vec<Reference>> {
+        let capture = self.captures.values_mut();
+        let mut capture = capture.filter(|it| it.graph == graph && !it.invalid);
+        match (self.graphs.get_mut(&graph), capture.next()) {
+            (Some(graph), _) => Ok(&mut graph.references),
+            (None, Some(capture)) => Ok(&mut capture.references),
+            (None, None) => Err(code::INVALID_VALUE),
+        }
     }
 
     /// The calling thread does what could disturb a capture.
@@ -206,7 +232,7 @@ impl State {
         for capture in self.captures.values_mut() {
             let mine = capture.thread == thread && capture.mode != RELAXED;
             if mine || (mode == GLOBAL && capture.mode == GLOBAL) {
-                capture.invalid = true;
+                capture.spoil();
                 disturbed = true;
             }
         }
@@ -261,8 +287,15 @@ impl State {
         if graph.nodes.is_empty() {
             self.submit(id, Action::Marker)?;
         }
-        for node in &graph.nodes {
+        for node in graph.nodes.iter() {
             self.submit(id, node.clone())?;
+        }
+        let references = graph.references.clone();
+        let capture = self.streams.get(&id).and_then(|stream| stream.capture);
+        match capture.and_then(|it| self.captures.get_mut(&it)) {
+            Some(capture) => capture.references.extend(references),
+            None if references.is_empty() => {}
+            None => drop(self.submit(id, Action::EndOfLaunch(references))?),
         }
         counters::add(&TALLY.graph_launches, 1);
         Ok(())
@@ -277,6 +310,11 @@ impl Graph {
 }
 
 impl Capture {
+    fn spoil(&mut self) {
+        self.invalid = true;
+        self.references.clear();
+    }
+
     fn advance(&mut self, stream: usize) {
         let clock = self.clocks.entry(stream).or_default();
         *clock.entry(stream).or_default() += 1;

@@ -59,6 +59,7 @@ mod remote;
 mod schedule;
 mod settings;
 mod state;
+mod user_object;
 mod worker;
 
 use std::thread::LocalKey;

@@ -5,6 +5,7 @@ use super::device::{DeviceMemory, Span};
 use super::dma;
 use super::host::HostRange;
 use super::pool::Buffer;
+use super::user_object::Reference;
 use crate::counters;
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -15,6 +16,9 @@ use std::sync::atomic::Ordering;
 pub(super) enum Action {
     /// Something to wait for, or to wait at.
     Marker,
+    /// The end of a graph's launch, which lets go of what the graph refers to.
+    /// Only held, and dropped once it was carried out.
+    EndOfLaunch(#[allow(dead_code, reason = "held")] Vec<Reference>),
     /// The record of an event, whose time is to be noted.
     Record(usize),
     ToDevice {
@@ -82,7 +86,7 @@ impl Action {
     /// Carries the operation out, without the lock.
     pub(super) fn execute(&self) {
         match self {
-            Action::Marker | Action::Record(_) => {}
+            Action::Marker | Action::Record(_) | Action::EndOfLaunch(_) => {}
             Action::ToDevice { source, target } => to_device(source, target),
             Action::ToHost { source, target } => to_host(source, target),
             Action::WithinDevice { source, target } => {

@@ -3,7 +3,7 @@
 
 use super::schedule::{Point, wait};
 use super::settings::{Pageable, Settings, Timing};
-use super::{TALLY, call, faults, state};
+use super::{TALLY, call, faults, state, user_object};
 use crate::counters::Counters;
 use crate::wire;
 use std::ffi::{CStr, c_char};
@@ -27,6 +27,9 @@ extern "C" fn cuda_sim_reset() {
     state.abandon_captures();
     state.nudge_all();
     drop(state);
+    user_object::set_held(false);
+    // Those of the captures.
+    user_object::drain();
     reset_counters();
     call::reset_calls();
 }
@@ -83,6 +86,7 @@ extern "C" fn cuda_sim_hold() -> u64 {
     let mut state = state::lock();
     let hold = state.new_handle() as u64;
     state.holds.insert(hold);
+    user_object::set_held(true);
     hold
 }
 
@@ -91,6 +95,7 @@ extern "C" fn cuda_sim_hold() -> u64 {
 extern "C" fn cuda_sim_release(hold: u64) {
     let mut state = state::lock();
     state.holds.remove(&hold);
+    user_object::set_held(!state.holds.is_empty());
     state.nudge_all();
 }
 
@@ -161,4 +166,5 @@ fn drain() {
     let ids: Vec<usize> = state.streams.keys().copied().collect();
     let ends: Vec<Point> = ids.into_iter().map(|id| state.end_of(id)).collect();
     wait(state, &ends).drains -= 1;
+    user_object::drain();
 }

@@ -7,8 +7,9 @@ use super::event::Event;
 use super::host::HostTable;
 use super::schedule::Stream;
 use super::settings::Settings;
+use super::user_object;
 use std::collections::{BTreeSet, HashMap};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 /// How many devices there are.
 pub(super) const DEVICES: usize = 2;
@@ -24,8 +25,9 @@ pub(super) struct State {
     pub(super) streams: HashMap<usize, Stream>,
     pub(super) events: HashMap<usize, Event>,
     pub(super) captures: HashMap<usize, Capture>,
-    pub(super) graphs: HashMap<usize, Arc<Graph>>,
-    pub(super) executables: HashMap<usize, Arc<Graph>>,
+    pub(super) graphs: HashMap<usize, Graph>,
+    pub(super) executables: HashMap<usize, Graph>,
+    pub(super) user_objects: HashMap<usize, user_object::Handle>,
     pub(super) host: HostTable,
     pub(super) device: DeviceTable,
     pub(super) settings: Settings,

@@ -17,3 +17,4 @@ mod graph;
 mod host_memory;
 mod pointer;
 mod stream;
+mod user_object;

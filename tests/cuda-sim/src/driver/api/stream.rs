@@ -10,7 +10,6 @@ use crate::driver::schedule::{Role, Stream, wait};
 use crate::driver::{Outcome, TALLY};
 use std::ffi::c_void;
 
-const CAPTURE_NONE: u32 = 0;
 const CAPTURE_ACTIVE: u32 = 1;
 const CAPTURE_INVALIDATED: u32 = 2;
 
@@ -136,13 +135,13 @@ driver_api! {
     }
 
     fn cuStreamIsCapturing(stream: usize, status: Out<u32>) {
-        status.set(capture_of(stream)?.0)
+        status.set(capture_of(stream)?.status)
     }
 
     fn cuStreamGetCaptureInfo(stream: usize, status: Out<u32>, id: Out<u64>) {
-        let (found, capture) = capture_of(stream)?;
-        id.set_if_wanted(capture);
-        status.set(found)
+        let found = capture_of(stream)?;
+        id.set_if_wanted(found.id);
+        status.set(found.status)
     }
 
     fn cuStreamGetCaptureInfo_v2(
@@ -153,12 +152,12 @@ driver_api! {
         dependencies: Out<usize>,
         count: Out<usize>,
     ) {
-        let (found, capture) = capture_of(stream)?;
-        id.set_if_wanted(capture);
-        graph.set_if_wanted(0);
+        let found = capture_of(stream)?;
+        id.set_if_wanted(found.id);
+        graph.set_if_wanted(found.graph);
         dependencies.set_if_wanted(0);
         count.set_if_wanted(0);
-        status.set(found)
+        status.set(found.status)
     }
 
     fn cuStreamGetCaptureInfo_v3(
@@ -170,13 +169,13 @@ driver_api! {
         edges: Out<usize>,
         count: Out<usize>,
     ) {
-        let (found, capture) = capture_of(stream)?;
-        id.set_if_wanted(capture);
-        graph.set_if_wanted(0);
+        let found = capture_of(stream)?;
+        id.set_if_wanted(found.id);
+        graph.set_if_wanted(found.graph);
         dependencies.set_if_wanted(0);
         edges.set_if_wanted(0);
         count.set_if_wanted(0);
-        status.set(found)
+        status.set(found.status)
     }
 
     fn cuThreadExchangeStreamCaptureMode(mode: Out<u32>) {
@@ -215,21 +214,38 @@ fn usable(state: &mut crate::driver::state::State, handle: usize) -> Outcome<usi
     Ok(stream)
 }
 
-fn capture_of(handle: usize) -> Outcome<(u32, u64)> {
+/// What a stream's capture says of itself. Only an active one says more than
+/// its status; 0 is none.
+#[derive(Default)]
+struct Found {
+    status: u32,
+    id: u64,
+    graph: usize,
+}
+
+fn capture_of(handle: usize) -> Outcome<Found> {
     let mut state = enter()?;
     let stream = state.stream(handle)?;
+<<<<<<< HEAD
     // As documented, and without harm to the capture.
+=======
+    // "The blocking stream capture is not invalidated."
+>>>>>>> graphs
     if state.implicit_capture(stream).is_some() {
         return Err(code::STREAM_CAPTURE_IMPLICIT);
     }
     let Some(id) = state.streams.get(&stream).and_then(|it| it.capture) else {
-        return Ok((CAPTURE_NONE, 0));
+        return Ok(Found::default());
     };
-    let invalid = state.captures.get(&id).is_none_or(|it| it.invalid);
-    let status = if invalid {
-        CAPTURE_INVALIDATED
-    } else {
-        CAPTURE_ACTIVE
-    };
-    Ok((status, id as u64))
+    Ok(match state.captures.get(&id) {
+        Some(capture) if !capture.invalid => Found {
+            status: CAPTURE_ACTIVE,
+            id: id as u64,
+            graph: capture.graph,
+        },
+        _ => Found {
+            status: CAPTURE_INVALIDATED,
+            ..Found::default()
+        },
+    })
 }
