@@ -63,7 +63,13 @@ pub(super) fn require() -> Result<(), CudaError> {
     if !unsafe { sys::is_culib_present() } {
         return Err(CudaError::NoDriver);
     }
-    for function in FUNCTIONS {
+    look_for(&FUNCTIONS)?;
+    let _ = FOUND.set(());
+    Ok(())
+}
+
+fn look_for(functions: &[&'static CStr]) -> Result<(), CudaError> {
+    for function in functions {
         // SAFETY: the symbol is only looked for, and never called through
         // this type. The library stays loaded for the life of the process.
         let found = unsafe { sys::culib().get::<*const ()>(function.to_bytes_with_nul()) };
@@ -72,7 +78,6 @@ pub(super) fn require() -> Result<(), CudaError> {
             return Err(CudaError::MissingFunction { name });
         }
     }
-    let _ = FOUND.set(());
     Ok(())
 }
 
@@ -158,6 +163,182 @@ pub(super) fn is_capturing(stream: &CudaStream) -> Result<bool, CudaError> {
     let status = unsafe { result::stream::is_capturing(stream.cu_stream()) }
         .map_err(CudaError::driver("cuStreamIsCapturing"))?;
     Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
+/// What captures into graphs need on top, all of it since CUDA 11.3.
+const GRAPH_FUNCTIONS: [&CStr; 3] = [
+    c"cuGraphRetainUserObject",
+    c"cuUserObjectCreate",
+    c"cuUserObjectRelease",
+];
+
+/// The question for the graph that a stream captures. `cudarc` has whichever
+/// version its chosen CUDA does, and this crate must build with any, so it is
+/// looked up here.
+#[derive(Clone, Copy)]
+enum CaptureInfo {
+    V2(
+        unsafe extern "C" fn(
+            stream: sys::CUstream,
+            status: *mut u32,
+            id: *mut u64,
+            graph: *mut sys::CUgraph,
+            dependencies: *mut c_void,
+            count: *mut usize,
+        ) -> sys::CUresult,
+    ),
+    /// Since CUDA 12.3, with the data of edges.
+    V3(
+        unsafe extern "C" fn(
+            stream: sys::CUstream,
+            status: *mut u32,
+            id: *mut u64,
+            graph: *mut sys::CUgraph,
+            dependencies: *mut c_void,
+            edges: *mut c_void,
+            count: *mut usize,
+        ) -> sys::CUresult,
+    ),
+}
+
+/// As [`require`], for captures into graphs.
+pub(super) fn require_graphs() -> Result<(), CudaError> {
+    look_for_capture_info().map(drop)
+}
+
+fn look_for_capture_info() -> Result<CaptureInfo, CudaError> {
+    static FOUND: OnceLock<CaptureInfo> = OnceLock::new();
+    if let Some(found) = FOUND.get() {
+        return Ok(*found);
+    }
+    require()?;
+    look_for(&GRAPH_FUNCTIONS)?;
+    // SAFETY: both symbols are functions of these types (`cuda.h`: enums are
+    // 32 bits wide). The library stays loaded for the life of the process.
+    let found = unsafe {
+        let second = sys::culib().get(b"cuStreamGetCaptureInfo_v2\0");
+        match second {
+            Ok(function) => CaptureInfo::V2(*function),
+            Err(_) => match sys::culib().get(b"cuStreamGetCaptureInfo_v3\0") {
+                Ok(function) => CaptureInfo::V3(*function),
+                Err(_) => {
+                    return Err(CudaError::MissingFunction {
+                        name: "cuStreamGetCaptureInfo_v2",
+                    });
+                }
+            },
+        }
+    };
+    Ok(*FOUND.get_or_init(|| found))
+}
+
+/// A capture that is under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Capture {
+    /// "Unique over the lifetime of the process."
+    id: u64,
+    graph: sys::CUgraph,
+}
+
+/// The capture that `stream` takes part in.
+///
+/// # Errors
+///
+/// [`CudaError::StreamIsNotCapturing`], [`CudaError::CaptureInvalidated`], or
+/// the driver's.
+pub(super) fn capture_of(stream: &CudaStream) -> Result<Capture, CudaError> {
+    use sys::CUstreamCaptureStatus as Status;
+    let function = look_for_capture_info()?;
+    let handle = stream.cu_stream();
+    let (mut status, mut id, mut graph) = (0, 0, ptr::null_mut());
+    let none = ptr::null_mut();
+    // SAFETY: `stream` keeps its handle valid; places for what is asked, and
+    // null, as the reference allows, for what is not.
+    let result = unsafe {
+        match function {
+            CaptureInfo::V2(ask) => ask(
+                handle,
+                &raw mut status,
+                &raw mut id,
+                &raw mut graph,
+                none,
+                none.cast(),
+            ),
+            CaptureInfo::V3(ask) => ask(
+                handle,
+                &raw mut status,
+                &raw mut id,
+                &raw mut graph,
+                none,
+                none,
+                none.cast(),
+            ),
+        }
+    };
+    result
+        .result()
+        .map_err(CudaError::driver("cuStreamGetCaptureInfo"))?;
+    if status == Status::CU_STREAM_CAPTURE_STATUS_ACTIVE as u32 {
+        Ok(Capture { id, graph })
+    } else if status == Status::CU_STREAM_CAPTURE_STATUS_NONE as u32 {
+        Err(CudaError::StreamIsNotCapturing)
+    } else {
+        Err(CudaError::CaptureInvalidated)
+    }
+}
+
+/// Makes the graph of `capture` call `let_go` with `data`, once, when neither
+/// the graph nor anything made of it can run or is running any more.
+///
+/// If this fails, no graph has taken `data`, and `let_go` may be called at any
+/// time, or never.
+///
+/// # Safety
+///
+/// It must be sound to call `let_go` with `data` once, on any thread, from now
+/// on. It must not call the driver. `capture` must be under way on a
+/// stream of this thread's choosing, and no other thread may use its graph
+/// meanwhile: the driver does not lock graphs.
+pub(super) unsafe fn keep_for_graph(
+    capture: Capture,
+    data: NonNull<c_void>,
+    let_go: unsafe extern "C" fn(*mut c_void),
+) -> Result<(), CudaError> {
+    const NO_DESTRUCTOR_SYNC: u32 =
+        sys::CUuserObject_flags_enum::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as u32;
+    let mut object = ptr::null_mut();
+    // SAFETY: a place for the handle; the caller's promise for the rest.
+    let created = unsafe {
+        sys::cuUserObjectCreate(
+            &raw mut object,
+            data.as_ptr(),
+            Some(let_go),
+            1,
+            NO_DESTRUCTOR_SYNC,
+        )
+    }
+    .result()
+    .map_err(CudaError::driver("cuUserObjectCreate"));
+    if object.is_null() {
+        // SAFETY: the driver has made nothing that could call it.
+        unsafe { let_go(data.as_ptr()) };
+        return created;
+    }
+    // The graph gets a reference of its own (flags 0), and ours is given back
+    // in any case. Handing ours over (`CU_GRAPH_USER_OBJECT_MOVE`) would save
+    // the second call, but leaves open who has it if the first one fails.
+    let retained = created.and_then(|()| {
+        // SAFETY: the object is alive, since a reference is ours; the caller's
+        // promise for the graph.
+        unsafe { sys::cuGraphRetainUserObject(capture.graph, object, 1, 0) }
+            .result()
+            .map_err(CudaError::driver("cuGraphRetainUserObject"))
+    });
+    // SAFETY: this reference is ours, and not used afterwards.
+    let released = unsafe { sys::cuUserObjectRelease(object, 1) }
+        .result()
+        .map_err(CudaError::driver("cuUserObjectRelease"));
+    retained.and(released)
 }
 
 /// Enqueues a copy of the `bytes` bytes at the address `source`.

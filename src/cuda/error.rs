@@ -48,6 +48,17 @@ pub enum CudaError {
     /// address again at each launch of the graph, when a borrowed source may
     /// be long gone. Nothing was enqueued.
     StreamIsCapturing,
+    /// The stream is capturing no graph, so there is nothing to capture a copy
+    /// into. Nothing was enqueued.
+    StreamIsNotCapturing,
+    /// The stream's capture has been spoilt, and no graph will come of it: a
+    /// call that is forbidden during captures was made, by this thread or
+    /// another. No copy was captured. End the capture, and begin again.
+    CaptureInvalidated,
+    /// The stream's capture ended, or was spoilt, while a copy was being
+    /// captured. Nobody can say what has become of the copy, so the buffer
+    /// that it reads is kept for good.
+    CaptureChanged,
     /// The source is memory that another thread is about to unpin, and so is
     /// all memory that the allocator gives out to copy it through. Nothing was
     /// enqueued; try again.
@@ -156,7 +167,20 @@ impl fmt::Display for CudaError {
             ),
             Self::StreamIsCapturing => f.write_str(
                 "the stream is capturing a graph, which would read the host memory again at \
-                 every launch: copy before the capture begins, or on another stream",
+                 every launch: copy before the capture begins, or on another stream, or capture \
+                 the copy of an owned buffer with capture_h2d_from",
+            ),
+            Self::StreamIsNotCapturing => f.write_str(
+                "the stream is capturing no graph: begin a capture first, or copy with \
+                 copy_h2d_from",
+            ),
+            Self::CaptureInvalidated => f.write_str(
+                "the capture was spoilt by a call that is forbidden during captures: end it, \
+                 and begin again",
+            ),
+            Self::CaptureChanged => f.write_str(
+                "the capture ended or was spoilt while a copy was being captured; the buffer is \
+                 kept for good: let one thread capture at a time",
             ),
             Self::NowhereToBounce => f.write_str(
                 "the source is about to be unpinned, and so is the heap that the copy would go \

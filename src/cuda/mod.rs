@@ -107,6 +107,24 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! ## A copy inside a CUDA graph
+//!
+//! ```no_run
+//! # use std::sync::Arc;
+//! # use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+//! # use pinned_hosts::cuda::{self, Copier, PinnedBuffer};
+//! # let context = cuda::context(0)?;
+//! # let copier = Copier::new(&context.new_stream()?)?;
+//! # let stream = copier.stream();
+//! # let mut on_device = stream.alloc_zeros::<u32>(1024)?;
+//! let table = Arc::new(PinnedBuffer::from_slice(&context, &[7u32; 1024])?);
+//! stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
+//! let captured = copier.capture_h2d_from(&table, 0..1024, &mut on_device);
+//! let graph = stream.end_capture(CUgraphInstantiate_flags(0))?;
+//! captured?; // the graph keeps the table
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! ## `cudarc` calls that are to stay
 //!
 //! ```no_run
@@ -156,6 +174,7 @@ mod copier;
 mod device;
 mod driver;
 mod error;
+mod graph;
 mod host_memory;
 mod host_registration;
 mod late;
@@ -174,6 +193,7 @@ pub use checked::{Checked, checked};
 pub use copier::Copier;
 pub use driver::context;
 pub use error::CudaError;
+pub use graph::reclaim_captured;
 pub use host_memory::HostMemory;
 pub use host_registration::{HostRegistration, Progress, RegisterOptions};
 pub use options::{CopierOptions, Policy};

@@ -12,6 +12,7 @@ use cudarc::driver::{CudaContext, CudaStream, DeviceRepr, ValidAsZeroBits};
 
 use super::CudaError;
 use super::driver::{self, Event, PER_THREAD_STREAM};
+use super::graph::reclaim_captured;
 use super::pinned_memory::PinnedMemory;
 use super::wait::{Waited, wait_for_event, wait_for_stream};
 
@@ -125,6 +126,8 @@ impl<T: DeviceRepr + Copy> PinnedBuffer<T> {
     /// The elements are not initialised yet.
     fn allocate(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
         driver::require()?;
+        // What graphs have let go of is freed first: it may be what is wanted.
+        reclaim_captured();
         let too_large = CudaError::TooLarge {
             elements: len,
             element_bytes: size_of::<T>(),

@@ -91,10 +91,8 @@ fn graph_release(graph: CUgraph, object: CUuserObject, count: u32) -> i32 {
 fn begin(stream: CUstream) {
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: as above.
-    assert_eq!(
-        code(unsafe { sys::cuStreamBeginCapture_v2(stream, mode) }),
-        0
-    );
+    let begun = unsafe { sys::cuStreamBeginCapture_v2(stream, mode) };
+    assert_eq!(code(begun), 0);
 }
 
 fn end(stream: CUstream) -> Result<CUgraph, i32> {

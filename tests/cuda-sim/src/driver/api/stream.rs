@@ -226,11 +226,7 @@ struct Found {
 fn capture_of(handle: usize) -> Outcome<Found> {
     let mut state = enter()?;
     let stream = state.stream(handle)?;
-<<<<<<< HEAD
     // As documented, and without harm to the capture.
-=======
-    // "The blocking stream capture is not invalidated."
->>>>>>> graphs
     if state.implicit_capture(stream).is_some() {
         return Err(code::STREAM_CAPTURE_IMPLICIT);
     }

@@ -1,0 +1,258 @@
+//! [`Copier::capture_h2d_from`]: copies captured into a graph, which keeps
+//! their source.
+//!
+//! # Who keeps the buffer
+//!
+//! A captured copy stores the *address* of its source, and every launch reads
+//! it again. So the graph must keep the source, not the caller: `cudarc`'s
+//! `CudaGraph` has no place for it, but the driver has. A *user object* is a
+//! destructor and a count of references, and graphs can own some. From the
+//! programming guide, "CUDA User Objects":
+//!
+//! - "An instantiated `cudaGraphExec_t` retains a copy of every reference in
+//!   the source `cudaGraph_t`", and so does a clone.
+//! - "When a `cudaGraphExec_t` is destroyed without being synchronized, the
+//!   references are retained until the execution is completed."
+//! - "References owned by graphs in child graph nodes are associated to the
+//!   child graphs": a graph launched into another capture brings its own.
+//!
+//! So each captured copy gives the graph a user object that holds a clone of
+//! the buffer's `Arc`. While it does, nobody can get a `&mut PinnedBuffer` to
+//! write what a launch may read, and the buffer is neither freed nor
+//! unregistered. What the device reads is then the same at every launch.
+//!
+//! The graph has the object *before* the copy. If the copy then fails, the
+//! buffer is kept longer than it need be, and that is all.
+//!
+//! The buffer's events have no part in this: one that was recorded in a capture
+//! stands for nothing that runs, and waiting for it is an error.
+//!
+//! # Who drops it
+//!
+//! The destructor runs on a thread of the driver's that all graphs share, must
+//! not call the driver, and "should avoid blocking behavior"
+//! (`cuUserObjectCreate`). Dropping a buffer does both. So the destructor only
+//! puts the clone on a list, without a lock and without allocating, and
+//! ordinary calls of this crate drop what they find there:
+//! [`reclaim_captured`], the next capture, and the next buffer that is made.
+
+use std::ffi::c_void;
+use std::mem;
+use std::ops::Range;
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{DevicePtrMut, DeviceRepr};
+
+use super::copier::has_room;
+use super::{Copier, CudaError, PinnedBuffer, driver};
+
+impl Copier {
+    /// Captures a copy of `elements` of `src` to the beginning of `dst` into
+    /// the graph that the stream is capturing. Each launch of the graph reads
+    /// the buffer anew.
+    ///
+    /// The graph keeps the buffer: until the graph, everything instantiated
+    /// from it, and every launch of those is over, one `Arc` of it is the
+    /// graph's. So it cannot be written meanwhile
+    /// ([`Arc::get_mut`] gives `None`). It is freed some time after the graph
+    /// was: see [`reclaim_captured`].
+    ///
+    /// `dst` is not kept, just as `cudarc` keeps no device memory that a
+    /// captured call uses: it has to live for as long as the graph is launched.
+    /// `cudarc` also makes the stream wait for the last uses of `dst`, which
+    /// spoils a capture if they lie before it; see
+    /// [`disable_event_tracking`](cudarc::driver::CudaContext::disable_event_tracking).
+    ///
+    /// The driver does not lock graphs. Let one thread at a time capture into
+    /// one, and end the capture when the others are through.
+    ///
+    /// # Errors
+    ///
+    /// Nothing was captured if this returns
+    /// [`CudaError::RangeOutOfBounds`], [`CudaError::DestinationTooShort`],
+    /// [`CudaError::Stored`], [`CudaError::StreamIsNotCapturing`],
+    /// [`CudaError::CaptureInvalidated`] or [`CudaError::MissingFunction`]
+    /// (the driver is older than CUDA 11.3).
+    ///
+    /// [`CudaError::Driver`]: the copy may or may not be in the graph; if it
+    /// is, the graph keeps the buffer. [`CudaError::CaptureChanged`], or an
+    /// error of `cuUserObjectRelease`: the buffer is kept for good.
+    ///
+    /// End the capture after an error, too.
+    ///
+    /// # Examples
+    ///
+    /// ```no_run
+    /// use std::sync::Arc;
+    ///
+    /// use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+    /// use pinned_hosts::cuda::{self, Copier, PinnedBuffer};
+    ///
+    /// let context = cuda::context(0)?;
+    /// // SAFETY: all work is on one stream: there is nothing to track.
+    /// unsafe { context.disable_event_tracking() };
+    /// let copier = Copier::new(&context.new_stream()?)?;
+    /// let stream = copier.stream();
+    /// let mut on_device = stream.alloc_zeros::<f32>(1024)?;
+    /// let table = Arc::new(PinnedBuffer::from_slice(&context, &[0.5f32; 1024])?);
+    ///
+    /// stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
+    /// let captured = copier.capture_h2d_from(&table, 0..1024, &mut on_device);
+    /// let graph = stream.end_capture(CUgraphInstantiate_flags(0))?;
+    /// captured?;
+    ///
+    /// // The graph has an `Arc` of its own.
+    /// drop(table);
+    /// if let Some(graph) = graph {
+    ///     graph.launch()?;
+    ///     graph.launch()?;
+    /// }
+    /// stream.synchronize()?;
+    /// // The graph is gone, and the table soon.
+    /// cuda::reclaim_captured();
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn capture_h2d_from<T, D>(
+        &self,
+        src: &Arc<PinnedBuffer<T>>,
+        elements: Range<usize>,
+        dst: &mut D,
+    ) -> Result<(), CudaError>
+    where
+        T: DeviceRepr + Send + Sync + 'static,
+        D: DevicePtrMut<T>,
+    {
+        reclaim_captured();
+        let part = src
+            .get(elements.clone())
+            .ok_or(CudaError::RangeOutOfBounds {
+                start: elements.start,
+                end: elements.end,
+                len: src.len(),
+            })?;
+        if !has_room(part.len(), dst.len(), size_of::<T>())? {
+            return Ok(());
+        }
+        driver::require_graphs()?;
+        self.be_capturing()?;
+        let (dst_address, _written) = dst.device_ptr_mut(self.stream());
+        let kept = Kept::new(src);
+        // Until the end, for those other threads that come this way too.
+        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+        let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let capture = self.be_capturing()?;
+        // SAFETY: `let_go` takes `kept`, which is handed over here, and may do
+        // so on any thread; it does not call the driver. The capture was under
+        // way just now, and it is the caller's to see that no other thread
+        // ends it or uses its graph.
+        unsafe { driver::keep_for_graph(capture, Kept::into_raw(kept), let_go) }?;
+        // SAFETY: the graph keeps the buffer, and so keeps it from being
+        // written, for as long as this copy can run; `has_room` saw that the
+        // destination is long enough.
+        let captured = unsafe {
+            driver::copy_h2d(
+                dst_address,
+                part.as_ptr().cast(),
+                size_of_val(part),
+                self.stream(),
+            )
+        };
+        // If another thread has ended the capture since, the copy was not
+        // captured but enqueued, and that graph keeps nothing for it.
+        if driver::capture_of(self.stream()) != Ok(capture) {
+            mem::forget(Arc::clone(src));
+            return captured.and(Err(CudaError::CaptureChanged));
+        }
+        captured
+    }
+
+    /// What has to be so right before a copy is captured. Asked before and
+    /// after the destination's address is, for the reasons that there are when
+    /// a copy is enqueued.
+    fn be_capturing(&self) -> Result<driver::Capture, CudaError> {
+        let context = self.stream().context();
+        driver::take_stored_error(context)?;
+        driver::make_current(context)?;
+        driver::capture_of(self.stream())
+    }
+}
+
+/// Drops the buffers that graphs have kept and need no more, and returns how
+/// many times one was kept.
+///
+/// A graph that is gone does not free the buffers that it kept
+/// ([`Copier::capture_h2d_from`]): the driver says so on a thread where they
+/// cannot be freed, some time after the graph's last launch, and nothing can
+/// wait for it. The next capture of a copy and the next [`PinnedBuffer`] that
+/// is made free them; a program that does neither calls this.
+///
+/// Costs one load if there is nothing to do. Else it waits as the drop of a
+/// buffer does, for copies of other streams that read it.
+pub fn reclaim_captured() -> usize {
+    // Relaxed: a buffer that is missed now is found by a later call.
+    if RELEASED.load(Ordering::Relaxed).is_null() {
+        return 0;
+    }
+    // Acquire: pairs with each `let_go` (their exchanges continue one another's
+    // release), so that what they wrote, and all that was done with the buffers
+    // before, lies behind. Everything is taken at once, so an address that
+    // comes back cannot be mistaken for one that never left.
+    let mut next = RELEASED.swap(ptr::null_mut(), Ordering::Acquire);
+    let mut count = 0;
+    while !next.is_null() {
+        // SAFETY: on the list is only what `let_go` put there, which came from
+        // `Kept::into_raw`; it was taken off, so nobody else has it.
+        let kept = unsafe { Box::from_raw(next) };
+        next = kept.next;
+        count += 1;
+    }
+    count
+}
+
+/// A clone of a buffer's `Arc` that some graph has, or had.
+struct Kept {
+    /// The next one on the list, once it is there.
+    next: *mut Kept,
+    /// Only held.
+    _buffer: Arc<dyn Send + Sync>,
+}
+
+impl Kept {
+    fn new<T: Send + Sync + 'static>(buffer: &Arc<PinnedBuffer<T>>) -> Box<Self> {
+        Box::new(Self {
+            next: ptr::null_mut(),
+            _buffer: Arc::<PinnedBuffer<T>>::clone(buffer),
+        })
+    }
+
+    fn into_raw(kept: Box<Self>) -> NonNull<c_void> {
+        NonNull::from(Box::leak(kept)).cast()
+    }
+}
+
+/// What graphs have let go of, last first.
+static RELEASED: AtomicPtr<Kept> = AtomicPtr::new(ptr::null_mut());
+
+/// The destructor of the user objects.
+///
+/// # Safety
+///
+/// `kept` comes from [`Kept::into_raw`], and is not used by anybody else from
+/// now on.
+unsafe extern "C" fn let_go(kept: *mut c_void) {
+    let kept = kept.cast::<Kept>();
+    // Relaxed: what is there is not looked into, only linked to.
+    let mut first = RELEASED.load(Ordering::Relaxed);
+    loop {
+        // SAFETY: the caller's promise.
+        unsafe { (*kept).next = first };
+        // Release: for the swap in `reclaim_captured`. Relaxed on failure, as
+        // above.
+        match RELEASED.compare_exchange_weak(first, kept, Ordering::Release, Ordering::Relaxed) {
+            Ok(_) => return,
+            Err(now) => first = now,
+        }
+    }
+}
