@@ -210,6 +210,18 @@ pub(crate) const FAULTS: &[Fault] = &[
         reason: "found pageable, and read late",
     },
     Fault {
+        name: "grace_period_not_released",
+        what: "the thread that ends a grace period releases nothing",
+        found_by: &["a_grace_period_that_another_thread_ends"],
+        reason: UNORDERED,
+    },
+    Fault {
+        name: "grace_period_not_acquired",
+        what: "the thread that waited for a grace period acquires nothing",
+        found_by: &["a_grace_period_that_another_thread_ends"],
+        reason: UNORDERED,
+    },
+    Fault {
         name: "inner_section_ends_outer",
         what: "(in the models' copy) the copy is made after the outer section has ended",
         found_by: &["nested_sections"],

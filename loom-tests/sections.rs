@@ -7,7 +7,12 @@
 //! source late, and locks (as the real one does). `copy` is what
 //! `src/cuda/copier.rs` does, in that order.
 
+use std::cell::Cell;
+use std::rc::Rc;
+
+use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Mutex};
+use loom::thread;
 use pinned_hosts::Residency::Pageable;
 use pinned_hosts::{
     PinError, RegionState, Registration, Registry, Residency, enter_and_ask_residency, global,
@@ -18,7 +23,7 @@ use crate::cells::{a, at_once, region};
 use crate::faults::is_asked_for;
 use crate::model::{Model, Witness};
 
-pub(crate) const MODELS: [Model; 7] = [
+pub(crate) const MODELS: [Model; 8] = [
     Model {
         name: "pin_against_copy",
         promise: "memory that a copy has found pageable is not page-locked until the copy is over",
@@ -160,6 +165,62 @@ pub(crate) const MODELS: [Model; 7] = [
                     }
                 },
             );
+        },
+    },
+    Model {
+        name: "a_grace_period_that_another_thread_ends",
+        promise: "what a section did happens-before what follows a grace period, whichever thread ends that",
+        outcomes: &["another thread came by", "no other thread came by"],
+        furthest: Some(3),
+        body: |witness| {
+            let registry = global();
+            // What a section still uses, and is written to after the grace
+            // period. Only the grace period orders the two.
+            let memory = Arc::new(UnsafeCell::new(()));
+            let used = Arc::clone(&memory);
+            // A thread that exits takes part in a last grace period, which
+            // would be explored in vain. Its own lock keeps this thread from
+            // learning anything from the others.
+            let stay = Arc::new(Mutex::new(()));
+            let stays = [(); 2].map(|()| Arc::clone(&stay));
+            let came_by = Rc::new(Cell::new(false));
+            let comes_by = Rc::clone(&came_by);
+
+            // A thread's first section takes the epoch on. Here it must be the
+            // other thread that takes the last step, so the parts of these two
+            // are made, and the section is entered, before.
+            loom::stop_exploring();
+            drop(registry.enter());
+            let staying = stay.lock().unwrap();
+            let uses_it = thread::spawn(move || {
+                drop(registry.enter());
+                let section = registry.enter();
+                loom::explore();
+                let [stay, others_stay] = stays;
+                let ends_it = thread::spawn(move || {
+                    comes_by.set(true);
+                    drop(registry.enter());
+                    drop(others_stay.lock());
+                });
+                thread::yield_now();
+                used.with(|_| ());
+                drop(section);
+                drop(stay.lock());
+                ends_it.join().unwrap();
+            });
+            // Until it is in its section.
+            thread::yield_now();
+            registry.wait_for_sections(None).unwrap();
+            memory.with_mut(|_| ());
+            // The rest shows nothing more.
+            loom::skip_branch();
+            witness.saw(if came_by.get() {
+                "another thread came by"
+            } else {
+                "no other thread came by"
+            });
+            drop(staying);
+            uses_it.join().unwrap();
         },
     },
 ];

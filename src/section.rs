@@ -54,7 +54,7 @@ use crate::region::Region;
 use crate::registry::Registry;
 use crate::snapshot::{Residency, Segments};
 use crate::sync::{
-    Alive, AliveElsewhere, Arc, AtomicBool, Ordering, RefCell, Tally, pause, per_thread,
+    Alive, AliveElsewhere, Arc, AtomicBool, Ordering, RefCell, Tally, pause, per_thread, weakened,
 };
 
 /// How long a grace period may take before it is remarked on, again and again.
@@ -157,12 +157,23 @@ impl Sections {
         let guard = handle.pin();
         guard.defer({
             let ended = Arc::clone(&ended);
+            // Another thread may call this, one that pins or waits meanwhile.
             // Release, and Acquire below: what the sections did happens-before
             // what the waiting thread does next.
-            move || ended.store(true, Ordering::Release)
+            move || {
+                weakened!("grace_period_not_released" => {
+                    return ended.store(true, Ordering::Relaxed);
+                });
+                ended.store(true, Ordering::Release);
+            }
         });
         guard.flush();
         drop(guard);
+
+        let has_ended = || {
+            weakened!("grace_period_not_acquired" => { return ended.load(Ordering::Relaxed) });
+            ended.load(Ordering::Acquire)
+        };
 
         let started = Instant::now();
         let mut remark_at = LONG;
@@ -171,7 +182,7 @@ impl Sections {
             // Each time takes the epoch on by a step, if no section is in the
             // way, and calls what was deferred two steps ago.
             handle.pin().flush();
-            if ended.load(Ordering::Acquire) {
+            if has_ended() {
                 return Ok(());
             }
             let waited = started.elapsed();
