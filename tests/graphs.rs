@@ -4,15 +4,19 @@
 
 mod common;
 
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::Rig;
-use cuda_sim::code;
+use common::{Rig, in_child, is_child, waiting_copier};
+use cuda_sim::{Timing, code};
 use cudarc::driver::sys::{self, CUstreamCaptureMode as Mode};
-use cudarc::driver::{CudaGraph, CudaSlice};
+use cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtrMut, DeviceSlice, SyncOnDrop};
 use pinned_hosts::cuda::{CudaError, PinnedBuffer, reclaim_captured};
+use pinned_hosts::live_count;
 
 const LEN: usize = 4096;
 const FLAGS: sys::CUgraphInstantiate_flags =
@@ -206,6 +210,7 @@ fn whichever_call_fails_nothing_is_read_late_and_nothing_is_lost() {
             for nth in 1..5 {
                 let rig = Untracked::new();
                 let mut on_device = rig.0.zeros::<u8>(LEN);
+                let before = (live_count(), rig.0.counters().live_host_allocations);
                 let buffer = rig.buffer();
                 rig.begin();
                 if acting {
@@ -228,23 +233,26 @@ fn whichever_call_fails_nothing_is_read_late_and_nothing_is_lost() {
                 }
                 rig.0.assert_sound();
                 drop(graph);
-                // Who cannot say whether the driver still has the object keeps
-                // the buffer.
-                let kept_for_good = matches!(
-                    &captured,
-                    Err(CudaError::CaptureChanged
-                        | CudaError::Driver {
-                            call: "cuUserObjectRelease" | "cuStreamGetCaptureInfo",
-                            ..
-                        })
-                );
-                if !kept_for_good {
-                    assert!(is_freed(&kept), "{call}, {nth}, {acting}: leaks");
-                }
+                rig.0.sim.drain();
+                reclaim_captured();
+                // The object was not released, or the copy may not be in the
+                // graph: then the buffer is kept for good.
+                let last = match call {
+                    "cuUserObjectRelease" => nth == 1 && !acting,
+                    "cuStreamGetCaptureInfo_v2" => nth == 3,
+                    _ => false,
+                };
+                let what = format!("{call}, call {nth}, acting: {acting}");
+                assert_eq!(kept.strong_count(), usize::from(last), "{what}");
+                let after = (live_count(), rig.0.counters().live_host_allocations);
+                assert_eq!(after.0 - before.0, kept.strong_count(), "{what}");
+                assert_eq!(after.1 - before.1, u64::from(last), "{what}");
                 if copies {
+                    assert!(nth > 1, "{what}: not reached");
                     break;
                 }
-                assert!(captured.is_err());
+                let text = captured.unwrap_err().to_string();
+                assert!(text.contains("CUDA_ERROR_UNKNOWN (999)"), "{what}: {text}");
             }
         }
     }
@@ -282,4 +290,417 @@ fn a_capture_of_another_thread_is_not_in_the_way() {
     graph.launch().unwrap();
     assert_eq!(rig.0.read_back(&on_device), [7; LEN]);
     rig.0.assert_sound();
+}
+
+/// Destroying what runs waits for nothing, and the references stay.
+#[test]
+fn a_launch_under_way_keeps_the_buffer_when_its_graph_is_gone() {
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    let buffer = rig.buffer();
+    let graph = rig.capture(&buffer, &mut on_device);
+    let kept = Arc::downgrade(&buffer);
+    drop(buffer);
+    let transfers = rig.0.sim.counters().h2d_transfers;
+    graph.launch().unwrap();
+    drop(graph);
+    reclaim_captured();
+    assert_eq!(rig.0.sim.counters().h2d_transfers, transfers);
+    assert_eq!(kept.strong_count(), 1);
+    assert_eq!(rig.0.read_back(&on_device), [7; LEN]);
+    rig.0.assert_sound();
+    assert_eq!(reclaim_captured(), 1);
+    assert_eq!(kept.strong_count(), 0);
+}
+
+#[test]
+fn twin_without_that_a_buffer_is_written_between_launches() {
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    let mut buffer = rig.buffer();
+    rig.begin();
+    rig.0
+        .stream
+        .memcpy_htod(buffer.as_slice(), &mut on_device)
+        .unwrap();
+    let graph = rig.end().unwrap();
+    graph.launch().unwrap();
+    let buffer = Arc::get_mut(&mut buffer).unwrap();
+    buffer.as_mut_slice().unwrap().fill(8);
+    rig.0.stream.synchronize().unwrap();
+    assert_eq!(rig.0.counters().torn_transfers, 1);
+}
+
+#[test]
+fn a_graph_launched_into_a_capture_brings_its_buffers() {
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    let buffer = rig.buffer();
+    let inner = rig.capture(&buffer, &mut on_device);
+    let kept = Arc::downgrade(&buffer);
+    drop(buffer);
+    rig.begin();
+    inner.launch().unwrap();
+    let outer = rig.end().unwrap();
+    drop(inner);
+    rig.0.sim.drain();
+    reclaim_captured();
+    for _ in 0..2 {
+        rig.0.stream.memset_zeros(&mut on_device).unwrap();
+        outer.launch().unwrap();
+        assert_eq!(rig.0.read_back(&on_device), [7; LEN]);
+    }
+    rig.0.assert_sound();
+    drop(outer);
+    assert!(is_freed(&kept), "the buffer leaks");
+}
+
+/// A graph that is destroyed does not free what it kept: the thread that says
+/// so must not call the driver.
+#[test]
+fn the_next_capture_and_the_next_buffer_free_what_graphs_have_let_go_of() {
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    let before = (live_count(), rig.0.counters().live_host_allocations);
+    let other = rig.buffer();
+    for next_is_a_capture in [true, false] {
+        let buffer = rig.buffer();
+        drop(rig.capture(&buffer, &mut on_device));
+        drop(buffer);
+        rig.0.sim.drain();
+        assert_eq!(live_count(), before.0 + 2, "nothing has freed it yet");
+        if next_is_a_capture {
+            // Not one that captures anything, so that it leaves nothing.
+            let refused = rig
+                .0
+                .copier
+                .capture_h2d_from(&other, 0..LEN, &mut on_device);
+            assert_eq!(refused, Err(CudaError::StreamIsNotCapturing));
+        } else {
+            drop(rig.buffer());
+        }
+        assert_eq!(live_count(), before.0 + 1);
+    }
+    drop(other);
+    let after = (live_count(), rig.0.counters().live_host_allocations);
+    assert_eq!(after, before);
+}
+
+/// The stream is destroyed while it captures: there is no graph, ever.
+#[test]
+fn an_abandoned_capture_lets_go_too() {
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    let buffer = rig.buffer();
+    let stream = rig.0.context.new_stream().unwrap();
+    let copier = waiting_copier(&stream);
+    let mode = Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+    stream.begin_capture(mode).unwrap();
+    copier
+        .capture_h2d_from(&buffer, 0..LEN, &mut on_device)
+        .unwrap();
+    drop((copier, stream));
+    let kept = Arc::downgrade(&buffer);
+    drop(buffer);
+    assert!(is_freed(&kept), "the buffer leaks");
+}
+
+#[test]
+fn of_the_default_streams_a_threads_own_can_capture() {
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    let buffer = rig.buffer();
+    let legacy = waiting_copier(&rig.0.context.default_stream());
+    let refused = legacy.capture_h2d_from(&buffer, 0..LEN, &mut on_device);
+    assert_eq!(refused, Err(CudaError::StreamIsNotCapturing));
+
+    let stream = rig.0.context.per_thread_stream();
+    let own = waiting_copier(&stream);
+    stream
+        .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        .unwrap();
+    // The same handle is another stream on another thread.
+    let elsewhere = thread::scope(|scope| {
+        let (own, buffer, on_device) = (&own, &buffer, &mut on_device);
+        let capture = move || own.capture_h2d_from(buffer, 0..LEN, on_device);
+        scope.spawn(capture).join().unwrap()
+    });
+    assert_eq!(elsewhere, Err(CudaError::StreamIsNotCapturing));
+    own.capture_h2d_from(&buffer, 0..LEN, &mut on_device)
+        .unwrap();
+    let graph = stream.end_capture(FLAGS).unwrap().unwrap();
+    let kept = Arc::downgrade(&buffer);
+    drop(buffer);
+    reclaim_captured();
+    graph.launch().unwrap();
+    stream.synchronize().unwrap();
+    assert_eq!(rig.0.read_back(&on_device), [7; LEN]);
+    rig.0.assert_sound();
+    drop(graph);
+    assert!(is_freed(&kept), "the buffer leaks");
+}
+
+/// The last `Arc` may be the graph's while a plain copy of the same buffer is
+/// still under way.
+#[test]
+fn reclaiming_waits_for_other_copies_of_the_buffer() {
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    let buffer = rig.buffer();
+    drop(rig.capture(&buffer, &mut on_device));
+    rig.0.sim.drain();
+    rig.0
+        .copier
+        .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
+        .unwrap();
+    drop(buffer);
+    assert_eq!(reclaim_captured(), 1);
+    assert_eq!(rig.0.read_back(&on_device), [7; LEN]);
+    rig.0.assert_sound();
+}
+
+/// In its default mode, a capture forbids every thread to free memory and to
+/// wait for events, and is spoilt by one that does.
+#[test]
+fn reclaiming_spoils_no_capture() {
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    let lasting = rig.buffer();
+    let passing = rig.buffer();
+    drop(rig.capture(&passing, &mut on_device));
+    rig.0
+        .copier
+        .copy_h2d_from(&passing, 0..LEN, &mut on_device)
+        .unwrap();
+    let kept = Arc::downgrade(&passing);
+    drop(passing);
+    rig.0.sim.drain();
+    rig.0
+        .stream
+        .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_GLOBAL)
+        .unwrap();
+    rig.0
+        .copier
+        .capture_h2d_from(&lasting, 0..LEN, &mut on_device)
+        .unwrap();
+    assert_eq!(kept.strong_count(), 0, "the capture has reclaimed it");
+    let graph = rig.0.stream.end_capture(FLAGS).unwrap().unwrap();
+    graph.launch().unwrap();
+    assert_eq!(rig.0.read_back(&on_device), [7; LEN]);
+    rig.0.assert_sound();
+}
+
+#[test]
+fn threads_that_capture_at_once_lose_no_buffer() {
+    const THREADS: usize = 4;
+    const CAPTURES: usize = 50;
+    let rig = Untracked::new();
+    rig.0.sim.set_timing(Timing::Immediate);
+    let before = (live_count(), rig.0.counters().live_host_allocations);
+    thread::scope(|scope| {
+        for _ in 0..THREADS {
+            scope.spawn(|| {
+                let stream = rig.0.context.new_stream().unwrap();
+                let copier = waiting_copier(&stream);
+                let mut on_device = stream.alloc_zeros::<u8>(LEN).unwrap();
+                for _ in 0..CAPTURES {
+                    let buffer = rig.buffer();
+                    stream
+                        .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+                        .unwrap();
+                    copier
+                        .capture_h2d_from(&buffer, 0..LEN, &mut on_device)
+                        .unwrap();
+                    let graph = stream.end_capture(FLAGS).unwrap().unwrap();
+                    drop(buffer);
+                    graph.launch().unwrap();
+                    drop(graph);
+                    assert_eq!(stream.clone_dtoh(&on_device).unwrap(), [7; LEN]);
+                }
+            });
+        }
+    });
+    rig.0.assert_sound();
+    reclaim_captured();
+    let after = (live_count(), rig.0.counters().live_host_allocations);
+    assert_eq!(after, before);
+}
+
+/// Another thread ends the capture in the middle of the call: the copy may
+/// then be no part of any graph, and run at once.
+#[test]
+fn a_capture_that_another_thread_ends_meanwhile_leaves_no_dead_read() {
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    let (mut captured, mut changed) = (0, 0);
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            // Relaxed: it carries nothing but itself.
+            while !done.load(Ordering::Relaxed) {
+                rig.begin();
+                thread::yield_now();
+                drop(rig.end());
+            }
+        });
+        for _ in 0..3000 {
+            let buffer = rig.buffer();
+            match rig
+                .0
+                .copier
+                .capture_h2d_from(&buffer, 0..LEN, &mut on_device)
+            {
+                Ok(()) => captured += 1,
+                Err(CudaError::CaptureChanged) => changed += 1,
+                Err(_) => {}
+            }
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+    let _ = rig.0.context.check_err();
+    rig.0.assert_sound();
+    reclaim_captured();
+    eprintln!("{captured} captured, {changed} changed meanwhile");
+}
+
+/// Copies the simulated driver to `folder`, without some of its functions.
+fn driver_without(folder: &Path, names: &[&str]) -> PathBuf {
+    let mut object = fs::read(cuda_sim::load().unwrap().path()).unwrap();
+    for name in names {
+        // As the table of symbols has it.
+        let symbol = format!("\0{name}\0").into_bytes();
+        let places: Vec<usize> = object
+            .windows(symbol.len())
+            .enumerate()
+            .filter_map(|(place, bytes)| (bytes == symbol).then_some(place))
+            .collect();
+        assert!(!places.is_empty(), "{name}");
+        for place in places {
+            object[place + 1] = b'_';
+        }
+    }
+    let path = folder.join("libcuda_without.so");
+    fs::write(&path, object).unwrap();
+    path
+}
+
+#[test]
+fn what_an_old_driver_lacks_is_an_error_of_captures_alone() {
+    let name = "what_an_old_driver_lacks_is_an_error_of_captures_alone";
+    let cases: [(&[&str], Option<&str>); 5] = [
+        (
+            &["cuGraphRetainUserObject"],
+            Some("cuGraphRetainUserObject"),
+        ),
+        (&["cuUserObjectCreate"], Some("cuUserObjectCreate")),
+        (&["cuUserObjectRelease"], Some("cuUserObjectRelease")),
+        (
+            &["cuStreamGetCaptureInfo_v2", "cuStreamGetCaptureInfo_v3"],
+            Some("cuStreamGetCaptureInfo_v2"),
+        ),
+        // Of these two, either will do.
+        (&["cuStreamGetCaptureInfo_v2"], None),
+    ];
+    if !is_child() {
+        for (names, missing) in cases {
+            let folder = tempfile::tempdir().unwrap();
+            let path = driver_without(folder.path(), names);
+            let output = in_child(name, |command| {
+                command.env("CUDA_SIM_PATH", path);
+                command.env("MISSING", missing.unwrap_or_default());
+            });
+            let output = output.unwrap();
+            assert!(output.status.success(), "{names:?}: {output:?}");
+        }
+        return;
+    }
+    let missing = std::env::var("MISSING").unwrap();
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    let buffer = rig.buffer();
+    let copier = &rig.0.copier;
+    copier
+        .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
+        .unwrap();
+    rig.begin();
+    let captured = copier.capture_h2d_from(&buffer, 0..LEN, &mut on_device);
+    let graph = rig.end().unwrap();
+    match captured {
+        Ok(()) => {
+            assert_eq!(missing, "");
+            drop(buffer);
+            reclaim_captured();
+            graph.launch().unwrap();
+            assert_eq!(rig.0.read_back(&on_device), [7; LEN]);
+            rig.0.assert_sound();
+        }
+        Err(CudaError::MissingFunction { name }) => assert_eq!(name, missing),
+        Err(other) => panic!("{other}"),
+    }
+}
+
+/// A destination of the program's own, which does something when its address
+/// is asked for. `DevicePtrMut` is a safe trait.
+struct Acting<F> {
+    inner: CudaSlice<u8>,
+    act: F,
+}
+
+impl<F> DeviceSlice<u8> for Acting<F> {
+    fn len(&self) -> usize {
+        self.inner.len()
+    }
+
+    fn stream(&self) -> &Arc<CudaStream> {
+        self.inner.stream()
+    }
+}
+
+impl<F: Fn()> DevicePtrMut<u8> for Acting<F> {
+    fn device_ptr_mut<'a>(
+        &'a mut self,
+        stream: &'a CudaStream,
+    ) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
+        let got = self.inner.device_ptr_mut(stream);
+        (self.act)();
+        got
+    }
+}
+
+/// The buffer goes to the graph that the copy goes to.
+#[test]
+fn a_destination_that_changes_captures_is_noticed() {
+    let rig = Untracked::new();
+    for begins_another in [false, true] {
+        let mut on_device = Acting {
+            inner: rig.0.zeros(LEN),
+            act: || {
+                drop(rig.end());
+                if begins_another {
+                    rig.begin();
+                }
+            },
+        };
+        let buffer = rig.buffer();
+        rig.begin();
+        let captured = rig
+            .0
+            .copier
+            .capture_h2d_from(&buffer, 0..LEN, &mut on_device);
+        let kept = Arc::downgrade(&buffer);
+        drop(buffer);
+        reclaim_captured();
+        if !begins_another {
+            assert_eq!(captured, Err(CudaError::StreamIsNotCapturing));
+            assert_eq!(kept.strong_count(), 0);
+            continue;
+        }
+        captured.unwrap();
+        let graph = rig.end().unwrap();
+        graph.launch().unwrap();
+        assert_eq!(rig.0.read_back(&on_device.inner), [7; LEN]);
+        rig.0.assert_sound();
+        drop(graph);
+        assert!(is_freed(&kept), "the buffer leaks");
+    }
 }

@@ -202,10 +202,6 @@ enum CaptureInfo {
 }
 
 /// As [`require`], for captures into graphs.
-pub(super) fn require_graphs() -> Result<(), CudaError> {
-    look_for_capture_info().map(drop)
-}
-
 fn look_for_capture_info() -> Result<CaptureInfo, CudaError> {
     static FOUND: OnceLock<CaptureInfo> = OnceLock::new();
     if let Some(found) = FOUND.get() {
@@ -213,22 +209,19 @@ fn look_for_capture_info() -> Result<CaptureInfo, CudaError> {
     }
     require()?;
     look_for(&GRAPH_FUNCTIONS)?;
-    // SAFETY: both symbols are functions of these types (`cuda.h`: enums are
+    // SAFETY: the symbols are functions of these types (`cuda.h`: enums are
     // 32 bits wide). The library stays loaded for the life of the process.
-    let found = unsafe {
-        let second = sys::culib().get(b"cuStreamGetCaptureInfo_v2\0");
-        match second {
-            Ok(function) => CaptureInfo::V2(*function),
-            Err(_) => match sys::culib().get(b"cuStreamGetCaptureInfo_v3\0") {
-                Ok(function) => CaptureInfo::V3(*function),
-                Err(_) => {
-                    return Err(CudaError::MissingFunction {
-                        name: "cuStreamGetCaptureInfo_v2",
-                    });
-                }
-            },
-        }
+    let (second, third) = unsafe {
+        (
+            sys::culib().get(b"cuStreamGetCaptureInfo_v2\0"),
+            sys::culib().get(b"cuStreamGetCaptureInfo_v3\0"),
+        )
     };
+    let second = second.map(|function| CaptureInfo::V2(*function));
+    let third = third.map(|function| CaptureInfo::V3(*function));
+    let found = second.or(third).map_err(|_| CudaError::MissingFunction {
+        name: "cuStreamGetCaptureInfo_v2",
+    })?;
     Ok(*FOUND.get_or_init(|| found))
 }
 
@@ -244,8 +237,9 @@ pub(super) struct Capture {
 ///
 /// # Errors
 ///
-/// [`CudaError::StreamIsNotCapturing`], [`CudaError::CaptureInvalidated`], or
-/// the driver's.
+/// [`CudaError::StreamIsNotCapturing`], [`CudaError::CaptureInvalidated`],
+/// [`CudaError::MissingFunction`] if the driver has not all that captures into
+/// graphs need, or the driver's.
 pub(super) fn capture_of(stream: &CudaStream) -> Result<Capture, CudaError> {
     use sys::CUstreamCaptureStatus as Status;
     let function = look_for_capture_info()?;
@@ -290,8 +284,8 @@ pub(super) fn capture_of(stream: &CudaStream) -> Result<Capture, CudaError> {
 /// Makes the graph of `capture` call `let_go` with `data`, once, when neither
 /// the graph nor anything made of it can run or is running any more.
 ///
-/// If this fails, no graph has taken `data`, and `let_go` may be called at any
-/// time, or never.
+/// If this fails, `let_go` is called sooner, or, if the driver gives no way to
+/// take a reference back, never.
 ///
 /// # Safety
 ///
@@ -304,6 +298,7 @@ pub(super) unsafe fn keep_for_graph(
     data: NonNull<c_void>,
     let_go: unsafe extern "C" fn(*mut c_void),
 ) -> Result<(), CudaError> {
+    const CREATE: &str = "cuUserObjectCreate";
     const NO_DESTRUCTOR_SYNC: u32 =
         sys::CUuserObject_flags_enum::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as u32;
     let mut object = ptr::null_mut();
@@ -317,16 +312,20 @@ pub(super) unsafe fn keep_for_graph(
             NO_DESTRUCTOR_SYNC,
         )
     }
-    .result()
-    .map_err(CudaError::driver("cuUserObjectCreate"));
+    .result();
     if object.is_null() {
         // SAFETY: the driver has made nothing that could call it.
         unsafe { let_go(data.as_ptr()) };
-        return created;
+        let nothing = DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        return Err(CudaError::Driver {
+            call: CREATE,
+            source: created.err().unwrap_or(nothing),
+        });
     }
     // The graph gets a reference of its own (flags 0), and ours is given back
     // in any case. Handing ours over (`CU_GRAPH_USER_OBJECT_MOVE`) would save
     // the second call, but leaves open who has it if the first one fails.
+    let created = created.map_err(CudaError::driver(CREATE));
     let retained = created.and_then(|()| {
         // SAFETY: the object is alive, since a reference is ours; the caller's
         // promise for the graph.

@@ -77,8 +77,9 @@ impl Copier {
     /// (the driver is older than CUDA 11.3).
     ///
     /// [`CudaError::Driver`]: the copy may or may not be in the graph; if it
-    /// is, the graph keeps the buffer. [`CudaError::CaptureChanged`], or an
-    /// error of `cuUserObjectRelease`: the buffer is kept for good.
+    /// is, the graph keeps the buffer. [`CudaError::CaptureChanged`]: the
+    /// buffer is kept for good, as it may be after a failed
+    /// `cuStreamGetCaptureInfo` or `cuUserObjectRelease`.
     ///
     /// End the capture after an error, too.
     ///
@@ -135,7 +136,6 @@ impl Copier {
         if !has_room(part.len(), dst.len(), size_of::<T>())? {
             return Ok(());
         }
-        driver::require_graphs()?;
         self.be_capturing()?;
         let (dst_address, _written) = dst.device_ptr_mut(self.stream());
         let kept = Kept::new(src);
@@ -159,13 +159,18 @@ impl Copier {
                 self.stream(),
             )
         };
-        // If another thread has ended the capture since, the copy was not
-        // captured but enqueued, and that graph keeps nothing for it.
-        if driver::capture_of(self.stream()) != Ok(capture) {
-            mem::forget(Arc::clone(src));
-            return captured.and(Err(CudaError::CaptureChanged));
+        let after = driver::capture_of(self.stream());
+        if after == Ok(capture) {
+            return captured;
         }
-        captured
+        // Another thread may have ended the capture before the copy, which was
+        // then not captured but enqueued, and which no graph keeps anything for.
+        mem::forget(Arc::clone(src));
+        captured?;
+        match after {
+            Err(error @ CudaError::Driver { .. }) => Err(error),
+            _ => Err(CudaError::CaptureChanged),
+        }
     }
 
     /// What has to be so right before a copy is captured. Asked before and
