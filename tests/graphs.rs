@@ -84,9 +84,11 @@ fn a_graph_keeps_the_buffer_that_its_launches_read() {
     let graph = rig.capture(&buffer, &mut on_device);
     let kept = Arc::downgrade(&buffer);
     drop(buffer);
+    // Had the graph let go of it, the drain would have seen to that.
+    rig.0.sim.drain();
     reclaim_captured();
     assert_eq!(kept.strong_count(), 1);
-    assert!(pinned_hosts::live_count() > 0);
+    assert!(live_count() > 0);
     for _ in 0..3 {
         rig.0.stream.memset_zeros(&mut on_device).unwrap();
         graph.launch().unwrap();
@@ -384,6 +386,28 @@ fn the_next_capture_and_the_next_buffer_free_what_graphs_have_let_go_of() {
     drop(other);
     let after = (live_count(), rig.0.counters().live_host_allocations);
     assert_eq!(after, before);
+}
+
+#[test]
+fn one_graph_keeps_many_buffers_and_they_are_reclaimed_together() {
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    let buffers = [rig.buffer(), rig.buffer()];
+    let before = live_count();
+    rig.begin();
+    for buffer in [&buffers[0], &buffers[1], &buffers[0]] {
+        rig.0
+            .copier
+            .capture_h2d_from(buffer, 0..LEN, &mut on_device)
+            .unwrap();
+    }
+    let graph = rig.end().unwrap();
+    drop(buffers);
+    drop(graph);
+    rig.0.sim.drain();
+    assert_eq!(reclaim_captured(), 3);
+    assert_eq!(reclaim_captured(), 0);
+    assert_eq!(live_count(), before - 2);
 }
 
 /// The stream is destroyed while it captures: there is no graph, ever.
