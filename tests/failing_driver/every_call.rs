@@ -24,7 +24,13 @@ const READ_ONLY_SUPPORTED: i32 = 113;
 fn functions() -> Vec<&'static str> {
     let source = include_str!("../../src/cuda/driver.rs");
     let named = |line: &'static str| line.trim().strip_prefix("c\"")?.strip_suffix("\",");
-    let mut functions: Vec<_> = source.lines().filter_map(named).collect();
+    // What captures into graphs need on top has its own table, in
+    // `tests/graphs.rs`.
+    let list = source
+        .lines()
+        .skip_while(|line| !line.contains("const FUNCTIONS"));
+    let list = list.take_while(|line| !line.contains("];"));
+    let mut functions: Vec<_> = list.filter_map(named).collect();
     // Memory that this call has freed, although it said that it had failed,
     // stays registered, and the allocator may give it out again. So it is last.
     functions.sort_by_key(|&function| function == "cuMemFreeHost");
