@@ -5,7 +5,8 @@
 //! What the driver does is modelled here: it knows whether the memory is
 //! page-locked, decides by that, at the call, whether the device reads the
 //! source late, and locks (as the real one does). `copy` is what
-//! `src/cuda/copier.rs` does, in that order.
+//! `src/cuda/copier.rs` does, in that order; its first step is the one that
+//! runs there.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -36,7 +37,7 @@ pub(crate) const MODELS: [Model; 8] = [
                 move || {
                     let _pinned = registry.pin_with(region(a()), || driver.pin()).unwrap();
                 },
-                move || copier.copy(registry, witness),
+                move || copier.copy(witness),
             );
             assert_eq!(only_state(registry), Some(RegionState::Live));
         },
@@ -52,7 +53,7 @@ pub(crate) const MODELS: [Model; 8] = [
             let pinned = pinned_already(registry, &driver);
             at_once(
                 move || pinned.unpin_with(|| driver.unpin()).unwrap(),
-                move || copier.copy(registry, witness),
+                move || copier.copy(witness),
             );
             assert_eq!(only_state(registry), None);
         },
@@ -70,7 +71,7 @@ pub(crate) const MODELS: [Model; 8] = [
                     let pinned = registry.pin_with(region(a()), || driver.pin()).unwrap();
                     pinned.unpin_with(|| driver.unpin()).unwrap();
                 },
-                move || copier.copy(registry, witness),
+                move || copier.copy(witness),
             );
             assert_eq!(only_state(registry), None);
         },
@@ -88,7 +89,7 @@ pub(crate) const MODELS: [Model; 8] = [
                     let refused = registry.pin_with(region(a()), || Err("refused"));
                     assert!(matches!(refused, Err(PinError::Driver("refused"))));
                 },
-                move || copier.copy(registry, witness),
+                move || copier.copy(witness),
             );
             assert_eq!(only_state(registry), None, "a refused pin stays registered");
         },
@@ -108,7 +109,7 @@ pub(crate) const MODELS: [Model; 8] = [
                     let kept: Registration<'_> = kept.registration;
                     assert_eq!(kept.region(), region(a()));
                 },
-                move || copier.copy(registry, witness),
+                move || copier.copy(witness),
             );
             let state = only_state(registry);
             assert_eq!(state, Some(RegionState::Live), "pinned, and not registered");
@@ -158,9 +159,9 @@ pub(crate) const MODELS: [Model; 8] = [
                     let found = residency(a());
                     if is_asked_for("inner_section_ends_outer") {
                         drop(outer);
-                        copier.copy_as(found, registry, witness);
+                        copier.copy_as(found, witness);
                     } else {
-                        copier.copy_as(found, registry, witness);
+                        copier.copy_as(found, witness);
                         drop(outer);
                     }
                 },
@@ -276,19 +277,19 @@ impl Driver {
         Ok(())
     }
 
-    fn copy(&self, registry: &'static Registry, witness: &Witness) {
+    fn copy(&self, witness: &Witness) {
         let (_section, found) = enter_and_ask_residency(a());
-        self.copy_as(found, registry, witness);
+        self.copy_as(found, witness);
     }
 
     /// Copies by what was found, and returns once the device is done with the
     /// source, as far as the copy can know.
-    fn copy_as(&self, found: Residency, registry: &Registry, witness: &Witness) {
+    fn copy_as(&self, found: Residency, witness: &Witness) {
         if found == Pageable {
             witness.saw("pageable");
             let read_late = self.0.lock().unwrap().page_locked;
             assert!(!read_late, "found pageable, and read late");
-        } else if registry.is_retiring(a()) {
+        } else if global().is_retiring(a()) {
             witness.saw("retiring");
         } else {
             witness.saw("pinned");

@@ -154,12 +154,20 @@ pub(crate) fn ask_global<R>(ask: impl Fn(&Snapshot) -> R) -> R {
     }
 }
 
-/// Enters a section of the process-wide registry, and asks the registry then.
+/// Enters a section of the process-wide registry, and then asks: the first
+/// step of a copy, which is to keep the section until the device is done.
 ///
-/// In this order: the thread's reader takes a snapshot that is older than the
-/// published one only if that was published after the section was entered, and
-/// then the publisher's grace period waits for this section. (`section.rs` has
-/// the whole argument.)
+/// The order is what makes the answer hold. To enter is a full fence; a thread
+/// that pins or unpins publishes, and makes one at the start of its grace
+/// period. Of two such fences one is first:
+///
+/// - the section's, and the grace period waits for the section, whatever the
+///   question found;
+/// - the grace period's, and the publish before it is seen by the question
+///   after the section's, though what it compares with is loaded relaxed.
+///
+/// A question before the section could find the old answer, and the grace
+/// period be over before the section begins.
 #[cfg(any(feature = "cuda", loom))]
 #[inline]
 pub(crate) fn enter_and_ask<R>(ask: impl Fn(&Snapshot) -> R) -> (Section<'static>, R) {

@@ -86,7 +86,8 @@ impl Drop for Participant {
 
 per_thread! {
     /// This thread's part in the sections of each registry that it has been
-    /// in, as long as both live.
+    /// in. Those of registries that are gone are let go of once this thread
+    /// enters its first section of yet another one, or exits.
     static PARTICIPANTS: RefCell<Vec<Rc<Participant>>> = RefCell::new(Vec::new());
 }
 
@@ -111,11 +112,16 @@ impl Sections {
 
     /// Calls `with` with this thread's part, or with `None` if it cannot be had:
     /// in a thread-local destructor after the parts are gone, and while they
-    /// are being looked through. (A global allocator that asks, called when the
-    /// list grows, would be such a one.) A section is then entered with a part
-    /// of its own, and a grace period is refused.
+    /// are being looked through. A section is then entered with a part of its
+    /// own, and a grace period is refused.
     fn with_participant<R>(&self, with: impl FnOnce(Option<&Rc<Participant>>) -> R) -> R {
         let participant = PARTICIPANTS.try_with(|all| {
+            // Borrowed already if this is called from inside of itself: what is
+            // below allocates and frees, now and then, and the program's
+            // global allocator may enter a section. (One that only asks does
+            // not come here.) No later wait on this thread would find that
+            // section's own part, so the allocator must end it before it
+            // returns to here.
             let mut all = all.try_borrow_mut().ok()?;
             let known = all
                 .iter()
@@ -142,6 +148,8 @@ impl Sections {
 
     /// Waits until every section that began before this call has ended.
     pub(crate) fn wait(&self, limit: Option<Duration>) -> Result<(), GraceError> {
+        // Before all else: to end this thread's section first, as the next
+        // error says, would help nobody here.
         if process::id() != self.owner {
             return Err(GraceError::ForkedChild);
         }

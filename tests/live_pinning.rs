@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use common::in_child;
 
 use pinned_hosts::{
-    GraceError, PinError, Region, RegionState, Registry, Residency, UnknownRegion, global,
+    GraceError, PinError, Region, RegionState, Registration, Registry, Residency, UnknownRegion,
 };
 
 fn region(bytes: &[u8]) -> Region {
@@ -326,7 +326,7 @@ fn a_section_in_a_thread_local_destructor_holds_up_grace_periods_too() {
 
 // Forks
 
-/// In the child, the other thread's section never ends.
+/// The child has a copy of a section whose thread it does not have.
 #[test]
 fn a_forked_child_waits_for_no_grace_period() {
     let name = "a_forked_child_waits_for_no_grace_period";
@@ -335,36 +335,77 @@ fn a_forked_child_waits_for_no_grace_period() {
         assert!(output.status.success(), "{output:?}");
         return;
     }
-    let (entered, wait) = mpsc::channel();
-    let (done, end) = mpsc::channel::<()>();
-    let in_section = thread::spawn(move || {
-        let _section = global().enter();
-        entered.send(()).unwrap();
-        end.recv().unwrap();
-    });
-    wait.recv().unwrap();
-    // SAFETY: the child only asks, and leaves.
-    match unsafe { libc::fork() } {
-        0 => {
-            let refused = global().wait_for_sections(None) == Err(GraceError::ForkedChild);
+    let registry = Registry::new();
+    let memory = [0u8; 64];
+    let registration = registry.pin_with(region(&memory[..32]), done).unwrap();
+    let (tell, told) = mpsc::channel();
+    let (end, ended) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        let reader = &registry;
+        scope.spawn(move || {
+            let _section = reader.enter();
+            tell.send(()).unwrap();
+            // Until `end` is dropped.
+            let _ = ended.recv();
+        });
+        told.recv().unwrap();
+        // SAFETY: the child only waits, pins and unpins, and leaves.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let right = is_refused_as_a_forked_child(&registry, registration, &memory);
             // SAFETY: ends the child, without running what the parent owns.
-            unsafe { libc::_exit(i32::from(!refused)) }
+            unsafe { libc::_exit(i32::from(!right)) }
         }
-        child => {
-            assert!(child > 0, "fork");
-            let mut status = -1;
-            let deadline = Instant::now() + Duration::from_secs(20);
-            // SAFETY: `child` is ours, and `status` a place for its status.
-            while unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } == 0 {
-                if Instant::now() > deadline {
-                    // SAFETY: `child` is ours, and was not waited for yet.
-                    unsafe { libc::kill(child, libc::SIGKILL) };
-                }
-                thread::yield_now();
+        assert!(child > 0, "fork");
+        let status = status_within(Duration::from_secs(20), child);
+        drop(end);
+        assert_eq!(status, Some(0), "(none: it was still waiting)");
+    });
+    registry.wait_for_sections(None).unwrap();
+}
+
+/// Whether all that waits is refused and changes nothing, and all else works.
+fn is_refused_as_a_forked_child(
+    registry: &Registry,
+    registration: Registration<'_>,
+    memory: &[u8],
+) -> bool {
+    let refused = GraceError::ForkedChild;
+    let waited = registry.wait_for_sections(None);
+    let pinned = registry.pin_with(region(&memory[32..]), done).err();
+    let unpinned = registration.unpin_with(done).err();
+    let section = registry.enter();
+    let inside = registry.wait_for_sections(None);
+    waited == Err(refused)
+        && inside == Err(refused)
+        && pinned == Some(PinError::Grace(refused))
+        && unpinned.is_some_and(|error| error.reason == PinError::Grace(refused))
+        && section.is_pinned(&memory[..32])
+        && states(registry) == [RegionState::Live]
+        && refused.to_string().contains("exec")
+        && Registry::new().wait_for_sections(None).is_ok()
+}
+
+/// The status that `child` ends with, or `None` after `limit`, by which it is
+/// killed.
+fn status_within(limit: Duration, child: libc::pid_t) -> Option<i32> {
+    let started = Instant::now();
+    let mut status = -1;
+    loop {
+        // SAFETY: `child` is ours, and `status` a place for its status.
+        match unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } {
+            0 if started.elapsed() < limit => thread::sleep(Duration::from_millis(1)),
+            0 => break,
+            waited => {
+                assert_eq!(waited, child);
+                return Some(status);
             }
-            assert_eq!(status, 0, "the child waited, or was not refused");
         }
     }
-    done.send(()).unwrap();
-    in_section.join().unwrap();
+    // SAFETY: `child` is ours and was not waited for, so the number is its own.
+    unsafe {
+        libc::kill(child, libc::SIGKILL);
+        libc::waitpid(child, &raw mut status, 0);
+    }
+    None
 }

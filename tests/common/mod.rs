@@ -70,9 +70,13 @@ impl Rig {
     pub(crate) fn assert_sound(&self) {
         let counters = self.counters();
         assert_eq!(
-            (counters.torn_transfers, counters.dead_reads),
-            (0, 0),
-            "(torn transfers, dead reads) of {counters:?}"
+            (
+                counters.torn_transfers,
+                counters.dead_reads,
+                counters.dead_writes
+            ),
+            (0, 0, 0),
+            "(torn transfers, dead reads, dead writes) of {counters:?}"
         );
     }
 }

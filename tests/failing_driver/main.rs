@@ -2,7 +2,10 @@
 //! and still no torn transfer and no dead read.
 #![allow(clippy::unwrap_used)]
 
+#[path = "../common/mod.rs"]
 mod common;
+mod every_call;
+mod scenarios;
 
 use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,122 +13,11 @@ use std::process::Command;
 
 use common::{Rig, in_child};
 use cuda_sim::code;
+use cudarc::driver::DriverError;
 use cudarc::driver::sys::CUresult;
-use cudarc::driver::{CudaSlice, DriverError};
-use pinned_hosts::cuda::{self, Copier, CudaError, PinnedBuffer, Policy};
-use pinned_hosts::live_count;
+use pinned_hosts::cuda::{self, CudaError, PinnedBuffer};
 
 const LEN: usize = 4096;
-
-/// What a server does with a copier, each result to be looked at. `ending` is
-/// called before the copier is dropped.
-fn some_copies(
-    rig: &Rig,
-    on_device: &mut CudaSlice<u8>,
-    mut ending: impl FnMut(),
-) -> Result<(), CudaError> {
-    let pageable = vec![1u8; LEN];
-    let mut pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN])?;
-
-    let mut first_error = Ok(());
-    let mut note = |result: Result<(), CudaError>| {
-        if first_error.is_ok() {
-            first_error = result;
-        }
-    };
-    match Copier::new(&rig.stream) {
-        Ok(copier) => {
-            note(copier.copy_h2d_async(&pageable, on_device));
-            note(copier.copy_h2d_async(&pinned, on_device));
-            if let Ok(pinned) = pinned.as_mut_slice() {
-                pinned.fill(2);
-            }
-            note(copier.copy_h2d_from(&pinned, 0..LEN, on_device));
-            note(pinned.as_mut_slice().map(|pinned| pinned.fill(3)));
-            note(copier.copy_h2d_from(&pinned, 0..LEN, on_device));
-            note(copier.copy_h2d_async_with(Policy::Wait, &pinned, on_device));
-            let mut back = [0u8; LEN];
-            note(copier.copy_d2h_async(on_device, &mut back));
-            ending();
-        }
-        Err(error) => note(Err(error)),
-    }
-    drop(pinned);
-    first_error
-}
-
-/// Every driver function that the copies above call by themselves. Those for
-/// device memory are `cudarc`'s own business.
-const CALLS: [&str; 13] = [
-    "cuCtxGetCurrent",
-    "cuDeviceGetAttribute",
-    "cuEventCreate",
-    "cuEventDestroy_v2",
-    "cuEventRecord",
-    "cuEventSynchronize",
-    "cuEventQuery",
-    "cuMemFreeHost",
-    "cuMemHostAlloc",
-    "cuMemcpyDtoHAsync_v2",
-    "cuMemcpyHtoDAsync_v2",
-    "cuStreamIsCapturing",
-    "cuThreadExchangeStreamCaptureMode",
-];
-
-#[test]
-fn whichever_call_fails_nothing_is_torn_and_nothing_is_lost() {
-    let mut seen_errors = 0;
-    for call in CALLS {
-        for nth in 1.. {
-            let rig = Rig::new();
-            let mut on_device = rig.zeros::<u8>(LEN);
-            let before = (live_count(), rig.counters().live_host_allocations);
-            rig.sim.fail_nth(call, nth, code::UNKNOWN);
-            let calls = rig.sim.calls(call);
-            let mut in_copies = false;
-            let result = some_copies(&rig, &mut on_device, || {
-                in_copies = rig.sim.calls(call) - calls >= nth;
-            });
-            let reached = rig.sim.calls(call) - calls >= nth;
-            rig.sim.clear_faults();
-            rig.assert_sound();
-            let after = (live_count(), rig.counters().live_host_allocations);
-            // Memory that could not be freed is the one thing that stays, in
-            // the registry as much as in the driver.
-            let leaked = after.1 - before.1;
-            assert_eq!(
-                after.0 - before.0,
-                usize::try_from(leaked).unwrap(),
-                "{call}, call {nth}: the registry and the driver differ"
-            );
-            if leaked > 0 {
-                assert!(FREES.contains(&call), "{call}, call {nth} leaked");
-            }
-            if !reached {
-                break;
-            }
-            if in_copies && OF_COPIES.contains(&call) {
-                assert!(result.is_err(), "{call}, call {nth} is a copy's own");
-            }
-            if let Err(error) = result {
-                seen_errors += 1;
-                let text = error.to_string();
-                assert!(text.contains("CUDA_ERROR_UNKNOWN (999)"), "{call}: {text}");
-            }
-        }
-    }
-    assert!(seen_errors > CALLS.len(), "{seen_errors}");
-}
-
-/// The calls without which a copy cannot be made.
-const OF_COPIES: [&str; 3] = [
-    "cuMemcpyDtoHAsync_v2",
-    "cuMemcpyHtoDAsync_v2",
-    "cuStreamIsCapturing",
-];
-
-/// The calls without which the memory cannot be given back.
-const FREES: [&str; 2] = ["cuMemFreeHost", "cuCtxGetCurrent"];
 
 #[test]
 fn an_error_of_the_copy_call_itself_is_waited_for_all_the_same() {
