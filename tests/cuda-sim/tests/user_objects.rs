@@ -179,6 +179,10 @@ fn a_destructor_waits_for_the_end_of_a_hold() {
     let other = bench.session.hold();
     assert_eq!(release(object(&trace, 1), 1), 0);
     drop(other);
+    // Time for a destructor that does not wait. Relaxed: none has run.
+    for _ in 0..10_000 {
+        thread::yield_now();
+    }
     assert_eq!(trace.runs.load(Ordering::Relaxed), 0);
     drop(hold);
     assert_eq!(trace.runs(&bench), 1);
@@ -338,8 +342,13 @@ fn a_capture_that_makes_no_graph_lets_go_of_its_references() {
         if ended {
             assert_eq!(stream_query(stream.cu_stream()), 900);
             assert_eq!(info(stream.cu_stream()), Ok((2, 0, ptr::null_mut())));
-            // The graph is known no more, before the capture has ended.
-            assert_eq!(graph_retain(graph, object, 1, 0), 1);
+            // Gone before the capture has ended, and its graph is known no more.
+            assert_eq!(trace.runs(&bench), 1);
+            let other_trace = Trace::default();
+            let other = self::object(&other_trace, 1);
+            assert_eq!(graph_retain(graph, other, 1, MOVE), 1);
+            assert_eq!(release(other, 1), 0);
+            assert_eq!(other_trace.runs(&bench), 1);
             assert_eq!(end(stream.cu_stream()), Err(901));
         }
         drop(stream);
