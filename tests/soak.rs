@@ -31,7 +31,7 @@ use cudarc::driver::{CudaSlice, CudaStream, DriverError, result};
 use memmap2::{Mmap, MmapMut};
 use pinned_hosts::cuda::{
     Copier, CopierOptions, CopyStats, CudaError, HostRegistration, PinnedBuffer, PinnedPool,
-    Policy, RegisterOptions, Transfer, TransferError, checked,
+    Policy, PoolStats, RegisterOptions, Transfer, TransferError, checked,
 };
 use pinned_hosts::live_count;
 
@@ -649,6 +649,7 @@ struct Outcome {
     tally: Tally,
     /// Copies of each way, of all copiers.
     ways: [(&'static str, u64); 9],
+    pool: PoolStats,
     counters: Counters,
     /// What is alive, in the driver and in the registry, before and after.
     alive: [[u64; 6]; 2],
@@ -712,7 +713,8 @@ fn soak(form: &Form) -> Outcome {
     let mapping = mapped(&noise);
     let tally = Tally::default();
     let before = alive(&rig);
-    let pool = PinnedPool::<u8>::new(&rig.context, 8 * LARGEST);
+    // Too small for all that is asked of it.
+    let pool = PinnedPool::<u8>::new(&rig.context, LARGEST + STAGED);
     let shared = &Shared {
         stage: &rig,
         bare: form.bare,
@@ -737,10 +739,12 @@ fn soak(form: &Form) -> Outcome {
         }
     });
     let ways = ways(&shared.stats.lock().unwrap());
+    let pooled = pool.stats();
     drop(pool);
     let _ = rig.context.check_err();
     Outcome {
         ways,
+        pool: pooled,
         counters: rig.counters(),
         alive: [before, alive(&rig)],
         tally,
@@ -766,6 +770,9 @@ fn assert_sound(form: &Form) -> Outcome {
     }
     assert!(read(&outcome.tally.refused) > 0, "{outcome:#?}");
     assert!(read(&outcome.tally.pins) > 0, "{outcome:#?}");
+    let pool = outcome.pool;
+    assert!(pool.reused > 0 && pool.freed > 0, "{outcome:#?}");
+    assert_eq!((pool.out, pool.lost_bytes), (0, 0), "{outcome:#?}");
     assert!(outcome.counters.late_reads > 0, "{outcome:#?}");
     assert!(outcome.counters.late_writes > 0, "{outcome:#?}");
     outcome
