@@ -280,7 +280,7 @@ impl<'env> Scope<'env> {
             return Ok(());
         };
         let waited = if self.enqueued.get() {
-            abort_unless_dead(wait_for_event(&event))
+            abort_unless_dead(wait_for_event(&event, Some(&self.copier.stream)))
         } else {
             Ok(())
         };
