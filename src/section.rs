@@ -319,7 +319,7 @@ impl fmt::Display for GraceError {
         match self {
             Self::InsideSection => f.write_str(
                 "this thread is inside a read-side section of the registry (or is exiting) and \
-                 would wait for itself: drop the Section first",
+                 would wait for itself: end the Section, the Copier::scope or the checked slice first",
             ),
             Self::ForkedChild => f.write_str(
                 "this process was forked from the one that made the registry: only that one can \
@@ -328,7 +328,7 @@ impl fmt::Display for GraceError {
             Self::TimedOut { waited } => write!(
                 f,
                 "a read-side section had not ended after {waited:?}: look for a copy on a \
-                 stalled stream, or a Section that is kept"
+                 stalled stream, a long Copier::scope, or a Section that is kept"
             ),
         }
     }

@@ -33,7 +33,7 @@ use std::process::ExitCode;
 
 use indicatif::HumanCount;
 
-use args::Args;
+use args::{Args, PolicyChoice};
 use figures::Figures;
 use path::{Checked, Unchecked};
 use progress::Progress;
@@ -97,7 +97,9 @@ fn measure_run(
         run::run::<Unchecked>
     } else {
         // Where the warnings go, so that it is never seen without them.
-        complain("The crate warns once of each call site that has to wait:");
+        if args.policy != PolicyChoice::Deny {
+            complain("The crate warns once of each call site that has to wait:");
+        }
         run::run::<Checked>
     };
     let policy = args.policy.into();

@@ -34,7 +34,10 @@ pub(super) fn warn(
         ),
         None => tracing::warn!(
             %site, ?residency, ?cost,
-            "a copy waited for the device, which reads pageable memory directly"
+            no_ring = no_ring.map(tracing::field::display),
+            "a copy waited for the device, which may read pageable memory late: Policy::Stage (for \
+             sources within its limit), Copier::copy_h2d_from and upload would not; if the driver \
+             stages such memory on this device, see CopierOptions::trust_pageable_access"
         ),
     }
 }

@@ -44,10 +44,15 @@ use crate::{Residency, Section, global, reader};
 ///
 /// A pageable slice costs what it did. One of which any byte is page-locked is
 /// copied to the heap first: the CPU copies it twice, and the device never
-/// waits. On devices that read pageable memory directly every slice is, and
-/// the drop of the wrapper waits for all work of the context. A
+/// waits. On devices that may read pageable memory late (see the README's limits) every
+/// slice is, and
+/// the drop of the wrapper waits for all work of the context, which spoils
+/// captures that other streams of it are making. A
 /// [`Copier`](super::Copier) does all of this better; this is for code that
 /// cannot be changed more.
+///
+/// A slice longer than the destination is a panic of `cudarc`'s; a `Copier`
+/// returns an error.
 ///
 /// Use it as a temporary, in the call. While it lives, it is a read-side
 /// [section](Section): no other thread's memory is pinned or unpinned.

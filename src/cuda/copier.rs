@@ -194,8 +194,9 @@ impl Copier {
         unsafe { self.copy_late(policy, source, span, residency, dst_address, section, site) }
     }
 
-    /// Copies all of `src` to the beginning of `dst`, in the order of the
-    /// stream, and waits until it is there. Nothing is promised about when the
+    /// Despite its name, which is that of the driver's call, it waits: copies
+    /// all of `src` to the beginning of `dst`, in the order of the stream, and
+    /// returns when it is there. Nothing is promised about when the
     /// driver writes borrowed host memory, so every such copy is waited for,
     /// whatever `dst` is. To copy without a wait, see
     /// [which copy](crate::cuda#which-copy-do-i-want).

@@ -154,7 +154,8 @@ impl fmt::Display for CudaError {
             Self::Stored { source } => write!(
                 f,
                 "an earlier operation on this context had failed with {}; \
-                 nothing was copied by this call",
+                 nothing was copied by this call. The error is cleared now: look for its cause, \
+                 and make the call again",
                 Explained(*source)
             ),
             Self::DestinationTooShort {
@@ -188,9 +189,14 @@ impl fmt::Display for CudaError {
             ),
             Self::Denied { residency, bytes } => write!(
                 f,
-                "the policy is to deny copies of borrowed memory that the device may use after \
-                 the call, such as these {bytes} bytes ({residency:?}): use a PinnedBuffer with \
-                 copy_h2d_from or upload, or a scope, or Policy::Stage"
+                "Policy::Deny refused a copy of {bytes} borrowed bytes that the device may use \
+                 after the call ({}): use a PinnedBuffer with copy_h2d_from, upload or download, \
+                 or a scope, or another policy",
+                match residency {
+                    Residency::Pageable => "pageable, on a device that may read such memory late",
+                    Residency::Pinned | Residency::Seam => "page-locked",
+                    Residency::Mixed => "page-locked in part",
+                }
             ),
             Self::RangeOutOfBounds { start, end, len } => write!(
                 f,

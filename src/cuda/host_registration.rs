@@ -76,8 +76,8 @@ struct Parts<B> {
     /// Held, since a registration goes with its context.
     context: Arc<CudaContext>,
     grace_limit: Option<Duration>,
-    /// A chunk of which the driver did not say whether it is page-locked.
-    in_doubt: Option<Region>,
+    /// Chunks of which the driver did not say whether they are page-locked.
+    in_doubt: Vec<Region>,
     /// The process that pinned the memory. A child after `fork` has a copy of
     /// this, but not of the pinning: it must neither unpin nor free.
     owner: u32,
@@ -119,7 +119,7 @@ impl<B: HostMemory> HostRegistration<B> {
                 backing,
                 context: Arc::clone(context),
                 grace_limit: options.grace_limit,
-                in_doubt: None,
+                in_doubt: Vec::new(),
                 owner: process::id(),
             }),
         };
@@ -231,7 +231,7 @@ impl<B: HostMemory> Parts<B> {
                 .map_err(|error| RegisterFailure::of_pin(error, chunk, pinned_bytes))?;
             self.chunks.push(registration);
             if let Some(error) = doubt {
-                self.in_doubt = Some(chunk);
+                self.in_doubt.push(chunk);
                 return Err(RegisterFailure::Driver(error));
             }
             pinned_bytes += bytes.len();
@@ -264,11 +264,17 @@ impl<B: HostMemory> Parts<B> {
         let unpin = |region| {
             // SAFETY: of this crate's copies none reads the chunk any more
             // (the grace period), and all that the memory is lent to are over.
-            match unsafe { driver::unregister_host(context, region) } {
-                // Then it never was page-locked.
-                Err(error) if *in_doubt == Some(region) && is_not_registered(&error) => Ok(()),
-                unpinned => unpinned.map_err(|error| (error, region)),
+            let Err(error) = (unsafe { driver::unregister_host(context, region) }) else {
+                return Ok(());
+            };
+            if is_not_registered(&error) && in_doubt.contains(&region) {
+                // It never was page-locked, or is not any more.
+                return Ok(());
             }
+            if !is_not_registered(&error) && !in_doubt.contains(&region) {
+                in_doubt.push(region);
+            }
+            Err((error, region))
         };
         global()
             .unpin_all(chunks, self.grace_limit, unpin)

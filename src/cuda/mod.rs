@@ -10,14 +10,24 @@
 //!
 //! | what you have | call | waits for the device? |
 //! |---|---|---|
-//! | any slice, and no wish to think about it | [`copy_h2d_async`](Copier::copy_h2d_async) | no; yes if page-locked and over 256 KiB |
+//! | any slice, and no wish to think about it | [`copy_h2d_async`](Copier::copy_h2d_async) | no; yes if over 256 KiB and page-locked, or on a device that may read pageable memory late¹ |
 //! | a page-locked buffer of your own, to be used again | [`copy_h2d_from`](Copier::copy_h2d_from) | no; writing the buffer again does |
 //! | a buffer to hand over, and to have back | [`upload`](Copier::upload), [`download`](Copier::download) | no |
-//! | many buffers for many requests | [`PinnedPool`] | no |
+//! | many buffers for many requests, to copy from with `copy_h2d_from` | [`PinnedPool`] | no |
 //! | several large slices, or results to read, and other work meanwhile | [`scope`](Copier::scope) | once, at its end |
 //! | host memory to fill now | [`copy_d2h_async`](Copier::copy_d2h_async) | yes |
 //! | a copy inside a CUDA graph | [`capture_h2d_from`](Copier::capture_h2d_from) | no |
-//! | `cudarc` calls that are to stay | [`checked`] | no; on coherent devices, for the context |
+//! | `cudarc` calls that are to stay | [`checked`] | no; on such devices¹ for all work of the context |
+//!
+//! ¹ Grace, integrated GPUs, and, for want of a promise, many x86 Linux systems
+//! with HMM: see the README's limits.
+//! [`CopierOptions::trust_pageable_access`] excepts the last for a `Copier`.
+//!
+//! Some words: *late* is after the call returned. A copy is *staged* if its
+//! bytes are copied aside, by the driver or into the copier's ring, before it
+//! returns; *guarded* if the call waits for the device, and with it for the
+//! stream's earlier work; *bounced* if it goes through the heap, since the
+//! memory is about to be unpinned.
 //!
 //! ## Any slice
 //!
@@ -28,7 +38,7 @@
 //! let copier = Copier::new(&context.new_stream()?)?;
 //! copier.copy_h2d_async(&[1, 2, 3], &mut on_device)?;
 //!
-//! // In tests, to find the call sites that would be slower than they look:
+//! // In tests: a copy that would be slower than it looks is an error.
 //! let strict = CopierOptions::default().policy(Policy::Deny);
 //! let copier = Copier::with_options(&context.new_stream()?, strict)?;
 //! copier.copy_h2d_async(&[1, 2, 3], &mut on_device)?;
@@ -142,6 +152,8 @@
 //! Memory that other code page-locks has to be made known with
 //! [`register`](crate::register) or
 //! [`Registry::register`](crate::Registry::register); see there for the order.
+//! For `cudarc`'s `alloc_pinned`, which is write-combined, that is
+//! [`Registry::register_write_combined`](crate::Registry::register_write_combined).
 //!
 //! # Choosing a CUDA version
 //!

@@ -7,13 +7,14 @@
 /// | policy | costs the caller | costs the stream |
 /// |---|---|---|
 /// | `Stage` | a copy by the CPU: about 0.1 µs for 4 KB, 10 µs for 256 KB | nothing |
-/// | `Wait` | the time until the device has done all earlier work of the stream, and the copy | it runs dry |
+/// | `Wait` | the time until the device has done all earlier work of the stream, and the copy | it has nothing to do until the next call |
 /// | `Deny` | an error | nothing |
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Policy {
     /// Copies the source into the copier's staging ring, which the device then
-    /// reads: nobody waits. What the device gets are the bytes of the moment
+    /// reads: nobody waits, unless the ring is full of copies still to be read.
+    /// What the device gets are the bytes of the moment
     /// of the call.
     ///
     /// A source larger than [`stage_limit`](CopierOptions::stage_limit) is
@@ -26,8 +27,11 @@ pub enum Policy {
     Stage,
     /// Waits until the device has read the source.
     Wait,
-    /// Refuses the copy ([`CudaError::Denied`](super::CudaError::Denied)): for
-    /// tests that are to show that a program has no such copies.
+    /// Refuses the copy ([`CudaError::Denied`](super::CudaError::Denied)), and
+    /// [`copy_d2h_async`](super::Copier::copy_d2h_async) into page-locked
+    /// memory: for tests that are to show that a program has no such copies.
+    ///
+    /// A policy has no say in scopes, owned buffers and `checked`.
     Deny,
 }
 

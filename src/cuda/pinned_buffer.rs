@@ -326,7 +326,9 @@ impl Uses {
     fn settle(&mut self) -> Waited {
         let mut result = Ok(());
         while let Some(last) = self.streams.last() {
-            match wait_for_event(&last.event) {
+            let here = last.thread == thread_of(&last.stream);
+            let stream = here.then_some(&*last.stream);
+            match wait_for_event(&last.event, stream) {
                 Waited::Done(this) => result = result.and(this),
                 // The entry stays, and can be asked again.
                 unknown @ Waited::Unknown(_) => return unknown,

@@ -27,9 +27,12 @@ impl Copier {
     /// copied without a wait at each copy; waits for all of them at the end,
     /// after a panic too.
     ///
-    /// The whole of it is one read-side [section](Section): while it runs, no
-    /// other thread's [`HostRegistration`](super::HostRegistration) is made or
-    /// ended, and none can be on this thread.
+    /// The whole of it is one read-side [section](Section): while it runs,
+    /// another thread that makes or ends a
+    /// [`HostRegistration`](super::HostRegistration) waits (for at most its
+    /// limit), and on this thread that is an error. Keep scopes short. The
+    /// copier's [`Policy`] does not apply: nothing is refused, nor staged
+    /// (except from memory that is about to be unpinned).
     ///
     /// ```no_run
     /// use pinned_hosts::cuda::{self, Copier, PinnedBuffer};
@@ -280,7 +283,7 @@ impl<'env> Scope<'env> {
             return Ok(());
         };
         let waited = if self.enqueued.get() {
-            abort_unless_dead(wait_for_event(&event))
+            abort_unless_dead(wait_for_event(&event, Some(&self.copier.stream)))
         } else {
             Ok(())
         };

@@ -167,7 +167,7 @@ impl StagingRing {
         }
         while let Some(mut first) = blocks.closed.pop_front() {
             counts.ring_waits.add(1);
-            match wait_for_event(&first.event) {
+            match wait_for_event(&first.event, Some(&self.stream)) {
                 // What the driver had to say was about the event, not about
                 // this copy.
                 Waited::Done(_) => {
@@ -261,7 +261,7 @@ impl Drop for StagingRing {
             return;
         }
         for block in closed {
-            let waited = wait_for_event(&block.event);
+            let waited = wait_for_event(&block.event, Some(&stream));
             block.end(waited);
         }
         let Some(block) = open else {

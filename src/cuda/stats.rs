@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// What a [`Copier`](super::Copier) has done since it was made. Copies count
-/// once they got as far as the driver, whether or not they succeeded.
+/// once they got as far as the driver, whether or not they succeeded; those
+/// denied never do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CopyStats {
@@ -28,9 +29,12 @@ pub struct CopyStats {
     /// Copies from memory that was about to be unpinned, made through the
     /// heap.
     pub bounced: u64,
-    /// Copies to borrowed host memory: all are waited for.
+    /// Calls of [`copy_d2h_async`](super::Copier::copy_d2h_async): all are
+    /// waited for. ([`Copier::download`](super::Copier::download) counts as
+    /// owned.)
     pub downloads: u64,
-    /// Time spent in guarded copies and in downloads.
+    /// Time spent in guarded copies and in downloads; not in waits for the
+    /// ring.
     pub waited: Duration,
     /// Bytes copied through the staging ring.
     pub staged_bytes: u64,

@@ -44,11 +44,13 @@ pub(super) fn wait_for_enqueued(event: &Event, stream: &CudaStream) -> Waited {
 }
 
 /// Waits for the work that `event`, last recorded on a stream of its own
-/// context, marks.
-pub(super) fn wait_for_event(event: &Event) -> Waited {
-    match event.synchronize() {
-        Ok(()) => Waited::Done(Ok(())),
-        Err(error) => wait_for_context(error, event.context()),
+/// context, marks. That stream comes next if it is named; another thread's
+/// per-thread default stream cannot be.
+pub(super) fn wait_for_event(event: &Event, stream: Option<&CudaStream>) -> Waited {
+    match (event.synchronize(), stream) {
+        (Ok(()), _) => Waited::Done(Ok(())),
+        (Err(error), Some(stream)) => wait_for_stream(error, stream),
+        (Err(error), None) => wait_for_context(error, event.context()),
     }
 }
 

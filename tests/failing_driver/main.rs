@@ -14,8 +14,9 @@ use std::process::Command;
 use common::{Rig, in_child};
 use cuda_sim::code;
 use cudarc::driver::DriverError;
-use cudarc::driver::sys::CUresult;
-use pinned_hosts::cuda::{self, CudaError, PinnedBuffer};
+use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode as Mode};
+use pinned_hosts::cuda::{self, CudaError, HostRegistration, PinnedBuffer};
+use pinned_hosts::live_count;
 
 const LEN: usize = 4096;
 
@@ -68,6 +69,79 @@ const WAITS: [&str; 3] = [
     "cuStreamSynchronize",
     "cuCtxSynchronize",
 ];
+
+/// Has one wait for an event fail while another stream captures a graph, and
+/// returns what came of `copy`, whether the graph was spoilt, and how many
+/// regions were leaked.
+fn with_a_failing_wait_beside_a_capture<R>(copy: impl FnOnce(&Rig) -> R) -> (R, bool, usize) {
+    let rig = Rig::new();
+    let capturing = rig.context.new_stream().unwrap();
+    let regions = live_count();
+    capturing
+        .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_RELAXED)
+        .unwrap();
+    rig.sim.fail_nth("cuEventSynchronize", 1, code::UNKNOWN);
+    let copied = copy(&rig);
+    let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    let spoilt = capturing.end_capture(flags).is_err();
+    rig.assert_sound();
+    (copied, spoilt, live_count() - regions)
+}
+
+#[test]
+fn a_failing_wait_beside_a_capture_is_widened_to_the_stream() {
+    let (copied, spoilt, leaked) = with_a_failing_wait_beside_a_capture(|rig| {
+        let pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+        let mut on_device = rig.zeros::<u8>(LEN);
+        rig.copier.copy_h2d_async(&pinned, &mut on_device)
+    });
+    let error = copied.unwrap_err().to_string();
+    assert!(error.starts_with("cuEventSynchronize"), "{error}");
+    assert_eq!((spoilt, leaked), (false, 0));
+}
+
+#[test]
+fn a_failing_wait_at_the_end_of_a_scope_beside_a_capture_does_not_abort() {
+    let name = "a_failing_wait_at_the_end_of_a_scope_beside_a_capture_does_not_abort";
+    if let Some(output) = in_child(name, |_| ()) {
+        assert!(output.status.success(), "{output:?}");
+        return;
+    }
+    let (copied, spoilt, leaked) = with_a_failing_wait_beside_a_capture(|rig| {
+        let pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+        let mut on_device = rig.zeros::<u8>(LEN);
+        rig.copier
+            .scope(|scope| scope.copy_h2d(&pinned, &mut on_device))
+    });
+    let error = copied.unwrap_err().to_string();
+    assert!(error.starts_with("cuEventSynchronize"), "{error}");
+    assert_eq!((spoilt, leaked), (false, 0));
+}
+
+#[test]
+fn a_failing_wait_at_the_end_of_a_buffer_beside_a_capture_leaks_nothing() {
+    let ((), spoilt, leaked) = with_a_failing_wait_beside_a_capture(|rig| {
+        let pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+        let mut on_device = rig.zeros::<u8>(LEN);
+        rig.copier
+            .copy_h2d_from(&pinned, 0..LEN, &mut on_device)
+            .unwrap();
+    });
+    assert_eq!((spoilt, leaked), (false, 0));
+}
+
+#[test]
+fn memory_that_was_unpinned_after_all_is_given_back() {
+    let rig = Rig::new();
+    let regions = live_count();
+    let registration = HostRegistration::new(&rig.context, vec![1u8; LEN]).unwrap();
+    rig.sim
+        .fail_nth_after_acting("cuMemHostUnregister", 1, code::UNKNOWN);
+    let failed = registration.unregister().unwrap_err();
+    let memory = failed.registration.unregister().unwrap();
+    assert_eq!(memory, [1; LEN]);
+    assert_eq!(live_count(), regions);
+}
 
 #[test]
 fn a_copy_that_nobody_can_wait_for_aborts_rather_than_return() {

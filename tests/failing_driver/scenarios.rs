@@ -59,6 +59,7 @@ scenarios! {
     staging_rings,
     retiring_memory,
     owned_buffers,
+    one_place_from_two_streams,
     uploads,
     downloads,
     pools,
@@ -268,7 +269,6 @@ impl<'a> Notes<'a> {
     }
 
     /// Copies to host memory, looks at what arrived, and rewrites it at once.
-    /// The copied bytes are the first `len`.
     fn copy_to(
         &mut self,
         target: &mut [u8],
@@ -529,6 +529,41 @@ fn owned_buffers(
     leave_context();
     drop(buffer);
     notes.copied(place.number, LEN, value, copied);
+    Ok(())
+}
+
+/// A copy must come after an earlier one of another stream to the same place,
+/// or not be made.
+fn one_place_from_two_streams(
+    means: &Means<'_>,
+    memory: &mut Memory,
+    notes: &mut Notes<'_>,
+) -> Result<(), CudaError> {
+    let copier = copier(means, waiting())?;
+    let other = Copier::new(means.other)?;
+    let [first, second] = [(); 2].map(|()| notes.value());
+    let buffer = PinnedBuffer::from_slice(means.context, &[first; LEN])?;
+    let mut place = notes.place();
+    let earlier = other.copy_h2d_from(&buffer, 0..LEN, &mut place.view);
+    // It is waited for, and the earlier one only if it has to be.
+    memory.pinned.bytes.fill(second);
+    let later = copier.copy_h2d_async(&memory.pinned.bytes, &mut place.view);
+    memory.pinned.bytes.fill(REWRITTEN);
+    match later {
+        Ok(()) => {
+            notes.seen.errors.extend(earlier.err());
+            notes.copied(place.number, LEN, second, later);
+        }
+        // Either may be there.
+        Err(CudaError::Driver { .. }) => {
+            notes.seen.errors.extend(earlier.err());
+            notes.seen.errors.extend(later.err());
+        }
+        Err(error) => {
+            notes.seen.errors.push(error);
+            notes.copied(place.number, LEN, first, earlier);
+        }
+    }
     Ok(())
 }
 
