@@ -587,7 +587,9 @@ fn a_forked_child_leaves_the_ring_alone() {
     for slice in &mut on_device {
         copier.copy_h2d_async(&source, slice).unwrap();
     }
-    let calls = |rig: &Rig| rig.sim.calls("cuMemFreeHost") + waits(rig);
+    let calls = |rig: &Rig| {
+        rig.sim.calls("cuMemFreeHost") + rig.sim.calls("cuEventDestroy_v2") + waits(rig)
+    };
     let before = calls(&rig);
     // SAFETY: the child only drops the copier, and leaves.
     match unsafe { libc::fork() } {
@@ -673,5 +675,81 @@ fn memory_and_streams_may_be_of_different_contexts() {
     assert_eq!(back, [7; LEN]);
     drop((on_device, copier));
     rig.context.bind_to_thread().unwrap();
+    rig.assert_sound();
+}
+
+/// The handle of the legacy stream stands for that of the current context.
+#[test]
+fn a_ring_on_the_legacy_stream_is_waited_for_in_its_own_context() {
+    for failing in [false, true] {
+        let rig = Rig::new();
+        let other = pinned_hosts::cuda::context(1).unwrap();
+        rig.context.bind_to_thread().unwrap();
+        let legacy = rig.context.default_stream();
+        let copier = Copier::new(&legacy).unwrap();
+        let source = PinnedBuffer::from_slice(&rig.context, &[7u8; LEN]).unwrap();
+        let mut on_device = legacy.alloc_zeros::<u8>(LEN).unwrap();
+        legacy.synchronize().unwrap();
+        copier.copy_h2d_async(&source, &mut on_device).unwrap();
+        assert_eq!(copier.stats().staged, 1);
+        other.bind_to_thread().unwrap();
+        if failing {
+            rig.sim.fail_nth("cuCtxSetCurrent", 1, code::UNKNOWN);
+        }
+        drop(copier);
+        rig.sim.clear_faults();
+        rig.context.bind_to_thread().unwrap();
+        assert_eq!(legacy.clone_dtoh(&on_device).unwrap(), [7; LEN]);
+        drop(source);
+        rig.assert_sound();
+    }
+}
+
+#[test]
+fn a_buffer_on_the_legacy_stream_is_waited_for_in_its_own_context() {
+    let rig = Rig::new();
+    let other = pinned_hosts::cuda::context(1).unwrap();
+    rig.context.bind_to_thread().unwrap();
+    let legacy = rig.context.default_stream();
+    let copier = Copier::new(&legacy).unwrap();
+    let source = PinnedBuffer::from_slice(&rig.context, &[7u8; LEN]).unwrap();
+    let mut on_device = legacy.alloc_zeros::<u8>(LEN).unwrap();
+    legacy.synchronize().unwrap();
+    copier
+        .copy_h2d_from(&source, 0..LEN, &mut on_device)
+        .unwrap();
+    other.bind_to_thread().unwrap();
+    rig.sim.fail_nth("cuCtxSetCurrent", 1, code::UNKNOWN);
+    rig.sim.fail_nth("cuEventSynchronize", 1, code::UNKNOWN);
+    drop(source);
+    rig.sim.clear_faults();
+    rig.context.bind_to_thread().unwrap();
+    assert_eq!(legacy.clone_dtoh(&on_device).unwrap(), [7; LEN]);
+    rig.assert_sound();
+}
+
+#[test]
+fn a_driver_that_fails_every_wait_does_not_make_the_ring_grow_for_ever() {
+    let rig = Rig::new();
+    let copier = copier(&rig, small_ring(1));
+    let source = PinnedBuffer::from_slice(&rig.context, &[7u8; LEN]).unwrap();
+    let mut on_device = zeros(&rig, 100);
+    for call in [
+        "cuEventQuery",
+        "cuEventSynchronize",
+        "cuStreamSynchronize",
+        "cuCtxSynchronize",
+    ] {
+        rig.sim.fail_always(call, code::UNKNOWN);
+    }
+    let copies = on_device
+        .iter_mut()
+        .map(|slice| copier.copy_h2d_async(&source, slice));
+    let failed = copies.filter(Result::is_err).count();
+    rig.sim.clear_faults();
+    assert!(failed > 0);
+    assert!(copier.stats().ring_bytes <= 2 * 4 * LEN as u64);
+    drop(source);
+    drop(copier);
     rig.assert_sound();
 }

@@ -16,6 +16,7 @@
 use std::cell::{OnceCell, RefCell};
 use std::fmt;
 use std::mem::{self, MaybeUninit};
+use std::process;
 use std::slice;
 use std::sync::Arc;
 
@@ -96,13 +97,7 @@ struct Uses {
 impl<T: DeviceRepr> Checked<'_, T> {
     /// The copy, as elements.
     fn copy(&self) -> &[T] {
-        let copy = self.copy.get_or_init(|| {
-            let mut copy = Box::new_uninit_slice(self.slice.len());
-            let bits = self.slice.as_ptr().cast::<MaybeUninit<T>>();
-            // SAFETY: both have as many elements, and the copy is new.
-            unsafe { copy.as_mut_ptr().copy_from_nonoverlapping(bits, copy.len()) };
-            copy
-        });
+        let copy = self.copy.get_or_init(|| copy_of(self.slice));
         // SAFETY: all elements were copied. They are never dropped, so it does
         // no harm that there are two of each.
         unsafe { slice::from_raw_parts(copy.as_ptr().cast(), copy.len()) }
@@ -137,6 +132,28 @@ impl<T: DeviceRepr> Checked<'_, T> {
     }
 }
 
+/// A copy of the elements on the heap, bit by bit; not where memory is about to
+/// be unpinned, which the device must not be let read.
+fn copy_of<T>(slice: &[T]) -> Box<[MaybeUninit<T>]> {
+    let bits = slice.as_ptr().cast::<MaybeUninit<T>>();
+    // Kept, so that the allocator gives other memory out.
+    let mut retiring = Vec::new();
+    for _ in 0..64 {
+        let mut copy = Box::new_uninit_slice(slice.len());
+        let span = Span::of(&copy);
+        if reader::ask_global(|snapshot| snapshot.is_retiring(span)) {
+            retiring.push(copy);
+            continue;
+        }
+        // SAFETY: both have as many elements, and the copy is new.
+        unsafe { copy.as_mut_ptr().copy_from_nonoverlapping(bits, copy.len()) };
+        return copy;
+    }
+    // There is no error to return, and no memory that may be read.
+    eprintln!("pinned-hosts: all memory of the heap is about to be unpinned; aborting");
+    process::abort()
+}
+
 fn is_pageable<T>(slice: &[T]) -> bool {
     let span = Span::of(slice);
     reader::ask_global(|snapshot| snapshot.residency(span)) == Residency::Pageable
@@ -154,21 +171,21 @@ impl<T: DeviceRepr> HostSlice<T> for Checked<'_, T> {
         (self.for_stream(stream), SyncOnDrop::Sync(None))
     }
 
-    /// As a destination it is of no use: what the device writes goes to a copy
-    /// that is never read nor freed. Use
+    /// As a destination it is of no use: what the device writes goes to memory
+    /// of its own, which is never read nor freed, and an error is logged. Use
     /// [`Copier::copy_d2h_async`](super::Copier::copy_d2h_async).
     unsafe fn stream_synced_mut_slice<'a>(
         &'a mut self,
         _stream: &'a CudaStream,
     ) -> (&'a mut [T], SyncOnDrop<'a>) {
-        let _ = self.copy();
-        self.uses.get_mut().for_ever = true;
-        let copy = self
-            .copy
-            .get_mut()
-            .map_or(&mut [][..], |copy| &mut copy[..]);
+        tracing::error!(
+            bytes = size_of_val(self.slice),
+            "a checked slice is for copies to the device; as a destination it takes nothing, and \
+             what the device writes is lost. Use Copier::copy_d2h_async"
+        );
+        let copy = Box::leak(copy_of(self.slice));
         let elements = copy.as_mut_ptr().cast::<T>();
-        // SAFETY: as in `copy`; and it is borrowed alone.
+        // SAFETY: as in `copy`; and nobody else has it.
         let copy = unsafe { slice::from_raw_parts_mut(elements, copy.len()) };
         (copy, SyncOnDrop::Sync(None))
     }

@@ -7,6 +7,7 @@
 //! asked. A wait that is skipped so ends in freed memory under a transfer.
 
 use std::ffi::{CStr, c_void};
+use std::process;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, OnceLock};
 
@@ -393,6 +394,8 @@ pub(super) unsafe fn copy_d2h(
 }
 
 pub(super) fn synchronize_stream(stream: &CudaStream) -> Result<(), CudaError> {
+    // The handle of the legacy stream stands for the current context's.
+    make_current(stream.context())?;
     // SAFETY: `stream` keeps its handle valid.
     unsafe { result::stream::synchronize(stream.cu_stream()) }
         .map_err(CudaError::driver("cuStreamSynchronize"))
@@ -484,6 +487,8 @@ pub(super) unsafe fn unregister_host(
 pub(super) struct Event {
     handle: sys::CUevent,
     context: Arc<CudaContext>,
+    /// The process that made it. A child after `fork` must leave it alone.
+    owner: u32,
 }
 
 // SAFETY: an event handle may be used from any thread; the driver locks.
@@ -499,6 +504,7 @@ impl Event {
         Ok(Self {
             handle,
             context: Arc::clone(context),
+            owner: process::id(),
         })
     }
 
@@ -561,6 +567,9 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
+        if process::id() != self.owner {
+            return;
+        }
         // An event that cannot be destroyed is leaked: it is a few bytes of
         // the driver's, and nothing waits for it any more.
         let _ = make_current(&self.context);

@@ -51,6 +51,28 @@ impl Copier {
         section: Section<'_>,
         site: &Location<'static>,
     ) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise.
+        let copied =
+            unsafe { self.copy_late_in(policy, source, span, residency, dst, section, site) };
+        // After all is over, since it runs code of the program's.
+        self.staging.report_leaks();
+        copied
+    }
+
+    /// # Safety
+    ///
+    /// As [`copy_late`](Self::copy_late).
+    #[expect(clippy::too_many_arguments, reason = "they are what the caller knows")]
+    unsafe fn copy_late_in(
+        &self,
+        policy: Policy,
+        source: *const u8,
+        span: Span,
+        residency: Residency,
+        dst: CUdeviceptr,
+        section: Section<'_>,
+        site: &Location<'static>,
+    ) -> Result<(), CudaError> {
         let bytes = span.len();
         // All further questions are asked of one snapshot.
         let snapshot = global().snapshot();

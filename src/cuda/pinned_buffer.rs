@@ -13,7 +13,7 @@ use cudarc::driver::{CudaContext, CudaStream, DeviceRepr, ValidAsZeroBits};
 use super::CudaError;
 use super::driver::{self, Event, PER_THREAD_STREAM};
 use super::graph::reclaim_captured;
-use super::pinned_memory::PinnedMemory;
+use super::pinned_memory::{PinnedMemory, report_leak};
 use super::wait::{Waited, wait_for_event, wait_for_stream};
 
 /// A buffer of page-locked host memory, allocated by the driver, in the
@@ -374,7 +374,7 @@ impl<T> Drop for PinnedBuffer<T> {
             Waited::Done(_) => unsafe { memory.free() },
             Waited::Unknown(error) => {
                 mem::forget(mem::take(self.uses_mut()));
-                memory.report_leak(&error);
+                report_leak(memory.bytes(), &error);
             }
         }
     }

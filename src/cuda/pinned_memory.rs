@@ -85,17 +85,17 @@ impl PinnedMemory {
                 global().unregister_handles(&[self.registration]);
                 self.freed = true;
             }
-            Err(error) => self.report_leak(&error),
+            Err(error) => report_leak(self.bytes, &error),
         }
     }
+}
 
-    pub(super) fn report_leak(&self, error: &CudaError) {
-        tracing::error!(
-            %error,
-            bytes = self.bytes,
-            "page-locked memory could not be freed and is leaked; it stays registered"
-        );
-    }
+pub(super) fn report_leak(bytes: usize, error: &CudaError) {
+    tracing::error!(
+        %error,
+        bytes,
+        "page-locked memory could not be freed and is leaked; it stays registered"
+    );
 }
 
 impl Drop for PinnedMemory {

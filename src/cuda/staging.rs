@@ -33,7 +33,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use super::CudaError;
 use super::driver::{self, Event};
 use super::options::CopierOptions;
-use super::pinned_memory::PinnedMemory;
+use super::pinned_memory::{PinnedMemory, report_leak};
 use super::stats::Counts;
 use super::wait::{Waited, wait_for_enqueued, wait_for_event, wait_for_stream};
 
@@ -61,6 +61,10 @@ struct Blocks {
     closed: VecDeque<Block>,
     /// The memory of all blocks, in bytes; those that were leaked too.
     bytes: usize,
+    /// Why blocks were leaked: not reported yet.
+    leaks: Vec<CudaError>,
+    /// Why the last one was, reported or not.
+    last_leak: Option<CudaError>,
 }
 
 #[derive(Debug)]
@@ -112,9 +116,7 @@ impl StagingRing {
         // Held until the copy is enqueued: the order of the blocks is that of
         // the stream.
         let mut blocks = self.lock();
-        let block = self
-            .open_block(&mut blocks, counts)
-            .map_err(NotStaged::NoRoom)?;
+        let block = self.open_block(&mut blocks, counts)?;
         let offset = block.used;
         block.used = (offset + bytes).next_multiple_of(ALIGN);
         // SAFETY: the open block has room for the largest source behind what
@@ -144,7 +146,7 @@ impl StagingRing {
         &self,
         blocks: &'a mut Blocks,
         counts: &Counts,
-    ) -> Result<&'a mut Block, CudaError> {
+    ) -> Result<&'a mut Block, NotStaged> {
         let block = match blocks.open.take() {
             Some(block) => block,
             None => self.empty_block(blocks, counts)?,
@@ -152,7 +154,7 @@ impl StagingRing {
         Ok(blocks.open.insert(block))
     }
 
-    fn empty_block(&self, blocks: &mut Blocks, counts: &Counts) -> Result<Block, CudaError> {
+    fn empty_block(&self, blocks: &mut Blocks, counts: &Counts) -> Result<Block, NotStaged> {
         if let Some(mut first) = blocks.closed.pop_front_if(|first| first.event.is_done()) {
             first.used = 0;
             return Ok(first);
@@ -174,13 +176,22 @@ impl StagingRing {
                     first.used = 0;
                     return Ok(first);
                 }
-                Waited::Unknown(error) => first.leak(&error),
+                Waited::Unknown(error) => {
+                    first.leak();
+                    blocks.note_leak(error);
+                }
             }
         }
-        match no_growth {
-            Some(error) => Err(error),
-            // All that there was is leaked.
-            None => self.new_block(blocks, counts),
+        if let Some(error) = no_growth {
+            return Err(NotStaged::NoRoom(error));
+        }
+        // All that there was is leaked. It is replaced once; a driver that goes
+        // on so is not to be relied on for a wait either.
+        match &blocks.last_leak {
+            Some(error) if blocks.bytes > self.limit.max(self.block_bytes) => {
+                Err(NotStaged::Failed(error.clone()))
+            }
+            _ => self.new_block(blocks, counts).map_err(NotStaged::NoRoom),
         }
     }
 
@@ -215,14 +226,32 @@ impl StagingRing {
                 result
             }
             Waited::Unknown(error) => {
-                block.leak(&error);
+                block.leak();
+                blocks.note_leak(error.clone());
                 Err(error)
             }
         }
     }
 
+    /// Says which blocks were leaked. To be called when nothing is under way:
+    /// the subscriber is the program's code.
+    pub(super) fn report_leaks(&self) {
+        // The lock is not held for the loop.
+        let leaks = mem::take(&mut self.lock().leaks);
+        for error in &leaks {
+            report_leak(self.block_bytes, error);
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Blocks> {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Blocks {
+    fn note_leak(&mut self, error: CudaError) {
+        self.last_leak = Some(error.clone());
+        self.leaks.push(error);
     }
 }
 
@@ -233,15 +262,18 @@ impl Block {
             // SAFETY: nobody but the ring has the memory, and the copies from
             // it are over.
             Waited::Done(_) => unsafe { self.memory.free() },
-            Waited::Unknown(error) => self.leak(&error),
+            Waited::Unknown(error) => {
+                let bytes = self.memory.bytes();
+                self.leak();
+                report_leak(bytes, &error);
+            }
         }
     }
 
     /// Keeps the memory, and what it needs, for ever.
-    fn leak(self, error: &CudaError) {
-        let Self { memory, event, .. } = self;
-        mem::forget(event);
-        memory.report_leak(error);
+    fn leak(self) {
+        // Dropping the memory leaks it.
+        mem::forget(self.event);
     }
 }
 
@@ -260,6 +292,8 @@ impl Drop for StagingRing {
             mem::forget((open, closed));
             return;
         }
+        // What waits for a stream waits for one of the current context.
+        let _ = driver::make_current(stream.context());
         for block in closed {
             let waited = wait_for_event(&block.event, Some(&stream));
             block.end(waited);
