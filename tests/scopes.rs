@@ -362,3 +362,30 @@ fn a_pinned_buffer_can_be_the_source_of_a_scope() {
     assert_eq!(rig.read_back(&on_device), [7; LEN]);
     rig.assert_sound();
 }
+
+/// More than one piece goes through the heap, both ways.
+#[test]
+fn large_memory_that_is_about_to_be_unpinned_goes_through_the_heap_in_pieces() {
+    let rig = Rig::new();
+    let len = (2 << 20) + 12_345;
+    let mut memory: Vec<u8> = (0..=250).cycle().take(len).collect();
+    let expected = memory.clone();
+    let mut on_device = rig.zeros::<u8>(len);
+    let retiring = |memory: &[u8]| {
+        let region = Region::of(memory).unwrap();
+        global()
+            .pin_with(region, || Ok::<(), CudaError>(()))
+            .unwrap()
+    };
+    retiring(&memory)
+        .unpin_with(|| rig.copier.copy_h2d_async(&memory, &mut on_device))
+        .unwrap();
+    assert_eq!(rig.copier.stats().bounced, 1);
+    assert!(rig.read_back(&on_device) == expected);
+    memory.fill(255);
+    retiring(&memory)
+        .unpin_with(|| rig.copier.copy_d2h_async(&on_device, &mut memory))
+        .unwrap();
+    assert!(memory == expected);
+    rig.assert_sound();
+}
