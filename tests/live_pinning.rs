@@ -394,7 +394,7 @@ fn status_within(limit: Duration, child: libc::pid_t) -> Option<i32> {
     loop {
         // SAFETY: `child` is ours, and `status` a place for its status.
         match unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } {
-            0 if started.elapsed() < limit => thread::sleep(Duration::from_millis(1)),
+            0 if started.elapsed() < limit => thread::yield_now(),
             0 => break,
             waited => {
                 assert_eq!(waited, child);

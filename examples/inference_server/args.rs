@@ -7,8 +7,8 @@ use clap::error::ErrorKind;
 use clap::{Parser, ValueEnum};
 use pinned_hosts::cuda::Policy;
 
-use crate::shared::args::{Choice, duration, refuse};
 use crate::step::ROUND;
+use crate::support::args::{Choice, duration, refuse};
 
 /// Runs the copies of an inference server, checked by `pinned-hosts`.
 ///

@@ -23,9 +23,9 @@ mod path;
 mod pinner;
 mod progress;
 mod run;
-#[path = "../shared/mod.rs"]
-mod shared;
 mod step;
+#[path = "../support/mod.rs"]
+mod support;
 mod table;
 
 use std::io::{self, Write as _};
@@ -37,10 +37,10 @@ use args::{Args, PolicyChoice};
 use figures::Figures;
 use path::{Checked, Unchecked};
 use progress::Progress;
-use shared::driver::Driver;
-use shared::output::{self, Json, Output};
-use shared::warnings::{self, Waits};
 use step::ROUND;
+use support::driver::Driver;
+use support::output::{self, Json, Output};
+use support::warnings::{self, Waits};
 
 fn main() -> ExitCode {
     let args = Args::read();

@@ -10,7 +10,7 @@ use std::time::Duration;
 use cudarc::driver::CudaContext;
 
 use crate::path::Pinned;
-use crate::shared::numbers::Numbers;
+use crate::support::numbers::Numbers;
 
 /// How many buffers it holds at once.
 const HELD: usize = 12;

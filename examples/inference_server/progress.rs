@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use indicatif::HumanCount;
 
-use crate::shared::bar::Bar;
+use crate::support::bar::Bar;
 
 pub(crate) struct Progress(Bar);
 

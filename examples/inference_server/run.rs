@@ -15,8 +15,8 @@ use crate::mirror::Checks;
 use crate::path::{CopyPath, Counts};
 use crate::pinner::pin_and_unpin;
 use crate::progress::Progress;
-use crate::shared::driver::Driver;
 use crate::step::{ROUND, Server, Shared};
+use crate::support::driver::Driver;
 
 /// How often the progress is shown.
 const TICK: Duration = Duration::from_millis(50);

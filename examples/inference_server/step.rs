@@ -8,7 +8,7 @@ use pinned_hosts::cuda::Policy;
 use crate::arena::HalfPinned;
 use crate::mirror::{Checks, Mirror};
 use crate::path::{CopyPath, Counts, Pinned as _};
-use crate::shared::numbers::Numbers;
+use crate::support::numbers::Numbers;
 
 /// Sequences that are decoded together.
 const BATCH: usize = 32;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Parser;
 
-use crate::shared::args::{Choice, duration};
+use crate::support::args::{Choice, duration};
 
 /// Loads a safetensors file onto the device while it is being page-locked.
 ///

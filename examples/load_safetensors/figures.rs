@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::run::{Pinning, Totals};
-use crate::shared::driver::Driver;
+use crate::support::driver::Driver;
 use crate::weights::Weights;
 
 /// One run.

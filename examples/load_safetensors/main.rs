@@ -25,8 +25,8 @@ mod model;
 mod progress;
 mod run;
 mod scratch;
-#[path = "../shared/mod.rs"]
-mod shared;
+#[path = "../support/mod.rs"]
+mod support;
 mod table;
 mod weights;
 
@@ -42,10 +42,10 @@ use indicatif::{BinaryBytes, HumanCount};
 use args::Args;
 use figures::Figures;
 use progress::Progress;
-use shared::args::refuse;
-use shared::driver::Driver;
-use shared::output::{self, Json, Output};
-use shared::warnings::{self, Waits};
+use support::args::refuse;
+use support::driver::Driver;
+use support::output::{self, Json, Output};
+use support::warnings::{self, Waits};
 use weights::Weights;
 
 fn main() -> ExitCode {

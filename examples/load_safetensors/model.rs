@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use safetensors::tensor::View;
 use safetensors::{Dtype, serialize_to_file};
 
-use crate::shared::numbers::Numbers;
+use crate::support::numbers::Numbers;
 
 const LAYERS: usize = 8;
 const PROJECTIONS: [&str; 4] = ["q_proj", "k_proj", "v_proj", "o_proj"];

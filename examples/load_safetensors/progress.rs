@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{BinaryBytes, HumanCount};
 
-use crate::shared::bar::Bar;
+use crate::support::bar::Bar;
 
 // All accesses are relaxed: they are numbers to show.
 pub(crate) struct Progress {

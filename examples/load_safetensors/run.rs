@@ -15,7 +15,7 @@ use crate::args::Args;
 use crate::loader::{Copies, Loader};
 use crate::progress::Progress;
 use crate::scratch;
-use crate::shared::driver::Driver;
+use crate::support::driver::Driver;
 use crate::weights::Weights;
 
 /// What all threads together did.

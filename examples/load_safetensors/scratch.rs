@@ -7,7 +7,7 @@ use anyhow::{Context as _, anyhow};
 use cudarc::driver::{CudaContext, sys};
 use pinned_hosts::{Region, global};
 
-use crate::shared::numbers::Numbers;
+use crate::support::numbers::Numbers;
 
 /// A stream's private memory to copy from.
 pub(crate) struct Scratch {

@@ -4,7 +4,7 @@ use indicatif::{BinaryBytes, HumanCount};
 
 use crate::figures::Figures;
 use crate::loader::PIECE;
-use crate::shared::table::{self as shared, Row, count, time};
+use crate::support::table::{self as shared, Row, count, time};
 
 /// The table for a terminal of so many columns, or for no terminal.
 pub(crate) fn table(figures: &Figures, columns: Option<usize>) -> String {

@@ -15,6 +15,7 @@
 
 use std::cell::{OnceCell, RefCell};
 use std::fmt;
+use std::io::{self, Write};
 use std::mem::{self, MaybeUninit};
 use std::process;
 use std::slice;
@@ -150,7 +151,12 @@ fn copy_of<T>(slice: &[T]) -> Box<[MaybeUninit<T>]> {
         return copy;
     }
     // There is no error to return, and no memory that may be read.
-    eprintln!("pinned-hosts: all memory of the heap is about to be unpinned; aborting");
+    // (`eprintln!` would panic if standard error is closed.)
+    let _ = writeln!(
+        io::stderr(),
+        "pinned-hosts: all memory of the heap is about to be unpinned, and a checked slice has to \
+         be copied to it; aborting"
+    );
     process::abort()
 }
 

@@ -36,6 +36,7 @@ use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr};
 use super::CudaError;
 use super::device::reads_pageable_late;
 use super::driver::{self, Event};
+use super::late::LateCopy;
 use super::options::{CopierOptions, Policy};
 use super::pinned_buffer::PinnedBuffer;
 use super::staging::StagingRing;
@@ -189,9 +190,15 @@ impl Copier {
             return unsafe { driver::copy_h2d(dst_address, source, bytes, &self.stream) };
         }
 
+        let copy = LateCopy {
+            source,
+            span,
+            residency,
+            dst: dst_address,
+        };
         // SAFETY: `src` is borrowed until this function returns; `has_room` saw
         // that the destination is long enough.
-        unsafe { self.copy_late(policy, source, span, residency, dst_address, section, site) }
+        unsafe { self.copy_late(policy, copy, section, site) }
     }
 
     /// Despite its name, which is that of the driver's call, it waits: copies

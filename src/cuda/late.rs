@@ -31,29 +31,34 @@ enum Way {
     Deny,
 }
 
+/// A copy to the device whose source the device may read late.
+#[derive(Clone, Copy)]
+pub(super) struct LateCopy {
+    pub(super) source: *const u8,
+    /// Where the source is: it begins at `source`.
+    pub(super) span: Span,
+    pub(super) residency: Residency,
+    pub(super) dst: CUdeviceptr,
+}
+
 impl Copier {
-    /// Copies the bytes of `span`, which begin at `source`, and returns once
-    /// the device does not read them any more, which ends `section`.
+    /// Makes the copy, and returns once the device does not read its source any
+    /// more, which ends `section`.
     ///
     /// # Safety
     ///
-    /// The source must stay readable and unchanged until this returns, and
-    /// `dst` hold as many bytes and be usable on the stream.
+    /// The source must stay readable and unchanged until this returns, and the
+    /// destination hold as many bytes and be usable on the stream.
     #[cold]
-    #[expect(clippy::too_many_arguments, reason = "they are what the caller knows")]
     pub(super) unsafe fn copy_late(
         &self,
         policy: Policy,
-        source: *const u8,
-        span: Span,
-        residency: Residency,
-        dst: CUdeviceptr,
+        copy: LateCopy,
         section: Section<'_>,
         site: &Location<'static>,
     ) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
-        let copied =
-            unsafe { self.copy_late_in(policy, source, span, residency, dst, section, site) };
+        let copied = unsafe { self.copy_by_policy(policy, copy, section, site) };
         // After all is over, since it runs code of the program's.
         self.staging.report_leaks();
         copied
@@ -62,17 +67,19 @@ impl Copier {
     /// # Safety
     ///
     /// As [`copy_late`](Self::copy_late).
-    #[expect(clippy::too_many_arguments, reason = "they are what the caller knows")]
-    unsafe fn copy_late_in(
+    unsafe fn copy_by_policy(
         &self,
         policy: Policy,
-        source: *const u8,
-        span: Span,
-        residency: Residency,
-        dst: CUdeviceptr,
+        copy: LateCopy,
         section: Section<'_>,
         site: &Location<'static>,
     ) -> Result<(), CudaError> {
+        let LateCopy {
+            source,
+            span,
+            residency,
+            dst,
+        } = copy;
         let bytes = span.len();
         // All further questions are asked of one snapshot.
         let snapshot = global().snapshot();
@@ -145,7 +152,9 @@ impl Copier {
             unsafe { self.read_through_the_heap(src, destination, span.len(), &event) }
         } else {
             let mut copy = |offset: usize, bytes: usize| {
-                // SAFETY: as in `copy_late`.
+                // SAFETY: the destination stays until this function returns,
+                // which is after the wait; the part is within it, and within
+                // the source, which is at least as long.
                 unsafe {
                     driver::copy_d2h(
                         destination.add(offset),

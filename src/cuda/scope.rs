@@ -15,7 +15,7 @@ use cudarc::driver::{DevicePtr, DevicePtrMut, DeviceRepr};
 
 use super::copier::has_room;
 use super::driver::{self, Event};
-use super::late::at;
+use super::late::{LateCopy, at};
 use super::options::Policy;
 use super::wait::{abort_unless_dead, wait_for_event, wait_for_stream};
 use super::{Copier, CudaError};
@@ -177,21 +177,16 @@ impl<'env> Scope<'env> {
         let snapshot = global().snapshot();
         let residency = snapshot.residency(span);
         if snapshot.is_retiring(span) {
-            let site = Location::caller();
+            let copy = LateCopy {
+                source,
+                span,
+                residency,
+                dst: address,
+            };
             let section = global().enter();
             // SAFETY: `src` is borrowed until after this returns; `has_room`
             // saw that the destination is long enough.
-            return unsafe {
-                copier.copy_late(
-                    Policy::Stage,
-                    source,
-                    span,
-                    residency,
-                    address,
-                    section,
-                    site,
-                )
-            };
+            return unsafe { copier.copy_late(Policy::Stage, copy, section, Location::caller()) };
         }
         let mut copy = |offset: usize, bytes: usize| {
             // SAFETY: `src` is borrowed until the scope has waited for the
