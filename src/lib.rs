@@ -5,23 +5,30 @@
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod entry;
+mod listing;
 mod pin;
 mod reader;
 mod region;
 mod registry;
 mod section;
 mod snapshot;
+mod span;
 mod sync;
+mod tree;
 
-use snapshot::{Snapshot, Span};
+use snapshot::Snapshot;
+use span::Span;
 use sync::{modelled_only, process_wide};
 
+pub use entry::{RegionEntry, RegionState};
+pub use listing::{Regions, Segment, Segments};
 pub use pin::{PinError, Registration, UnpinError};
 pub use reader::Reader;
 pub use region::{Region, RegionError, RegionId, UnknownRegion};
 pub use registry::Registry;
 pub use section::{GraceError, Section};
-pub use snapshot::{RegionEntry, RegionState, Regions, Residency, Segment, Segments};
+pub use snapshot::Residency;
 
 modelled_only! {
     #[doc(hidden)]

@@ -6,10 +6,10 @@ use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
+use crate::entry::{Owner, RegionState};
 use crate::region::{Region, RegionId};
 use crate::registry::Registry;
 use crate::section::GraceError;
-use crate::snapshot::{Owner, RegionState};
 use crate::sync::weakened;
 
 impl Registry {

@@ -24,10 +24,12 @@
 use std::fmt;
 
 use crate::global;
+use crate::listing::{Regions, Segments};
 use crate::region::Region;
 #[cfg(any(feature = "cuda", loom))]
 use crate::section::Section;
-use crate::snapshot::{Regions, Residency, Segments, Snapshot, Span};
+use crate::snapshot::{Residency, Snapshot};
+use crate::span::Span;
 use crate::sync::{Arc, ArcSwap, Cache, RefCell, modelled_only, per_thread, weakened};
 
 /// The fast way to ask a [`Registry`] that is not the process-wide one: it
@@ -116,7 +118,7 @@ impl<'r> Reader<'r> {
     /// [r]: crate::Registry::regions
     #[must_use]
     pub fn regions(&mut self) -> Regions {
-        Regions::new(Arc::clone(self.snapshot()))
+        Regions::new(self.snapshot())
     }
 
     /// How many registrations there are. See [`Registry::live_count`][r].

@@ -156,39 +156,68 @@ impl Error for RegionError {}
 /// Ids are unique in the process, over all registries, and are never used
 /// again, so an old id cannot take away a newer registration of the same
 /// address, nor one of another registry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RegionId(u64);
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RegionId {
+    number: u64,
+    /// Where the region starts: by it the registration is found.
+    start: usize,
+}
+
+/// What orders the registrations of a snapshot: the start, and of those that
+/// start alike the id's number.
+pub(crate) type Key = (usize, u64);
 
 impl RegionId {
-    /// Draws an id that nobody has had before.
-    pub(crate) fn draw() -> Self {
-        Self(Self::draw_many(1).start)
+    /// An id for `region` that nobody has had before.
+    pub(crate) fn draw(region: Region) -> Self {
+        Self::of(draw_numbers(1).start, region)
     }
 
-    /// Draws `count` ids that nobody has had before, in a row.
-    pub(crate) fn draw_many(count: usize) -> Range<u64> {
-        process_wide! {
-            static NEXT: AtomicU64 = const AtomicU64::new(1);
+    /// An id for each of `regions` that nobody has had before, in a row.
+    pub(crate) fn draw_all(regions: &[Region]) -> impl Iterator<Item = Self> {
+        let numbers = draw_numbers(regions.len());
+        numbers
+            .zip(regions)
+            .map(|(number, &it)| Self::of(number, it))
+    }
+
+    fn of(number: u64, region: Region) -> Self {
+        Self {
+            number,
+            start: region.start,
         }
-        let count = count as u64;
-        weakened!("id_reuse" => { return 1..1 + count });
-        weakened!("id_drawn_in_two_steps" => {
-            let first = NEXT.load(Ordering::Relaxed);
-            NEXT.store(first + count, Ordering::Relaxed);
-            return first..first + count;
-        });
-        // Relaxed: a read-modify-write never gives one value twice, and
-        // uniqueness is all that is asked. Whoever is told an id learns of it
-        // together with the publish that the id stands for.
-        //
-        // The counter does not come round: at one id a nanosecond that would
-        // take 584 years.
-        let first = NEXT.fetch_add(count, Ordering::Relaxed);
-        first..first.wrapping_add(count)
     }
 
-    pub(crate) fn from_drawn(number: u64) -> Self {
-        Self(number)
+    pub(crate) fn key(self) -> Key {
+        (self.start, self.number)
+    }
+}
+
+/// Draws `count` numbers that nobody has had before, in a row.
+fn draw_numbers(count: usize) -> Range<u64> {
+    process_wide! {
+        static NEXT: AtomicU64 = const AtomicU64::new(1);
+    }
+    let count = count as u64;
+    weakened!("id_reuse" => { return 1..1 + count });
+    weakened!("id_drawn_in_two_steps" => {
+        let first = NEXT.load(Ordering::Relaxed);
+        NEXT.store(first + count, Ordering::Relaxed);
+        return first..first + count;
+    });
+    // Relaxed: a read-modify-write never gives one value twice, and
+    // uniqueness is all that is asked. Whoever is told an id learns of it
+    // together with the publish that the id stands for.
+    //
+    // The counter does not come round: at one id a nanosecond that would
+    // take 584 years.
+    let first = NEXT.fetch_add(count, Ordering::Relaxed);
+    first..first.wrapping_add(count)
+}
+
+impl fmt::Debug for RegionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("RegionId").field(&self.number).finish()
     }
 }
 

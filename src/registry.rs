@@ -17,12 +17,13 @@ use std::convert::Infallible;
 use std::fmt;
 use std::time::Duration;
 
+use crate::entry::{Owner, RegionEntry, RegionState};
+use crate::listing::{Regions, Segments};
 use crate::reader::Reader;
-use crate::region::{Region, RegionId, UnknownRegion};
+use crate::region::{Key, Region, RegionId, UnknownRegion};
 use crate::section::{GraceError, Section, Sections};
-use crate::snapshot::{
-    Owner, RegionEntry, RegionState, Regions, Residency, Segments, Snapshot, Span,
-};
+use crate::snapshot::{Residency, Snapshot};
+use crate::span::Span;
 use crate::sync::{Arc, ArcSwap, modelled_only, weakened};
 
 /// A set of page-locked regions that is asked on every copy.
@@ -87,7 +88,7 @@ impl Registry {
     /// The CPU reads such memory very slowly. So a copy to the device waits
     /// for the device rather than read it to stage it.
     pub fn register_write_combined(&self, region: Region) -> RegionId {
-        let id = RegionId::draw();
+        let id = RegionId::draw(region);
         self.add(&[RegionEntry::new(id, region, Owner::Id).that_is_write_combined()]);
         id
     }
@@ -101,9 +102,7 @@ impl Registry {
             return regions.into_iter().map(|it| self.register(it)).collect();
         });
         let regions: Vec<Region> = regions.into_iter().collect();
-        let ids: Vec<RegionId> = RegionId::draw_many(regions.len())
-            .map(RegionId::from_drawn)
-            .collect();
+        let ids: Vec<RegionId> = RegionId::draw_all(&regions).collect();
         let entries: Vec<RegionEntry> = regions
             .into_iter()
             .zip(&ids)
@@ -138,9 +137,13 @@ impl Registry {
     /// then.
     pub fn unregister(&self, id: RegionId) -> Result<Region, UnknownRegion> {
         weakened!("erase_by_address" => { return self.erase_by_address(id) });
-        self.remove(|entry| entry.id() == id && !entry.is_handles())
-            .map(|entry| entry.region())
-            .ok_or(UnknownRegion(id))
+        self.publish(|old| {
+            let known = old.get(id).filter(|entry| !entry.is_handles());
+            let (next, removed) = old
+                .without(known.map(|entry| entry.key()))
+                .ok_or(UnknownRegion(id))?;
+            Ok((next, removed.region()))
+        })
     }
 
     /// Whether every byte of `bytes` is page-locked: true for
@@ -198,7 +201,7 @@ impl Registry {
     /// the iterator runs does not show in it.
     #[must_use]
     pub fn regions(&self) -> Regions {
-        Regions::new(self.snapshot())
+        self.ask(Regions::new)
     }
 
     /// How many registrations there are.
@@ -259,7 +262,7 @@ impl Registry {
         state: RegionState,
         region: Region,
     ) -> RegionId {
-        let id = RegionId::draw();
+        let id = RegionId::draw(region);
         self.add(&[RegionEntry::new(id, region, owner).in_state(state)]);
         id
     }
@@ -273,7 +276,7 @@ impl Registry {
         state: RegionState,
         region: Region,
     ) -> Result<RegionId, Region> {
-        let id = RegionId::draw();
+        let id = RegionId::draw(region);
         let entry = RegionEntry::new(id, region, Owner::Handle).in_state(state);
         self.publish(|old| match old.first_region(Span::from(region)) {
             Some(registered) => Err(registered),
@@ -281,24 +284,27 @@ impl Registry {
         })
     }
 
-    /// Removes what handles registered, in one publish. `ids` are in order.
+    /// Removes what handles registered, in one publish.
     pub(crate) fn unregister_handles(&self, ids: &[RegionId]) {
-        self.remove(|entry| ids.binary_search(&entry.id()).is_ok());
+        self.remove(|_| ids.iter().map(|id| id.key()));
     }
 
-    /// Changes the state of the entries `ids`, which are in order, in one
-    /// publish.
+    /// Changes the state of the entries `ids`, in one publish.
     pub(crate) fn set_state(&self, ids: &[RegionId], state: RegionState) {
         // An error means that there is nothing to change.
         let _ = self.publish(|old| Ok::<_, ()>((old.with_state(ids, state).ok_or(())?, ())));
     }
 
     pub(crate) fn register_base(&self, region: Region) {
-        let entry = RegionEntry::new(RegionId::draw(), region, Owner::Base);
+        let entry = RegionEntry::new(RegionId::draw(region), region, Owner::Base);
         let base = region.start_addr();
         weakened!("base_added_first" => {
             self.add(&[entry]);
-            self.remove(|other| other.is_at_base(base) && other.id() != entry.id());
+            let others = |old: &Snapshot| {
+                let others = old.entries().filter(|it| it.is_bases() && it.key().0 == base);
+                others.map(|it| it.key()).filter(|&it| it != entry.key())
+            };
+            self.remove(others);
             return;
         });
         weakened!("replace_in_two_publishes" => {
@@ -306,22 +312,27 @@ impl Registry {
             return self.add(&[entry]);
         });
         self.publish_always(|old| {
-            let replaced = old.without(|entry| entry.is_at_base(base));
+            let replaced = old.without(old.at_base(base).map(|entry| entry.key()));
             let kept = replaced.as_ref().map_or(old, |(kept, _)| kept);
             kept.with(&[entry])
         });
     }
 
     pub(crate) fn unregister_base(&self, base: *const u8) {
-        self.remove(|entry| entry.is_at_base(base.addr()));
+        self.remove(|old| old.at_base(base.addr()).map(|entry| entry.key()));
     }
 
     fn add(&self, entries: &[RegionEntry]) {
         self.publish_always(|old| old.with(entries));
     }
 
-    fn remove(&self, goes: impl Fn(&RegionEntry) -> bool) -> Option<RegionEntry> {
-        self.publish(|old| old.without(&goes).ok_or(())).ok()
+    /// Removes the registrations that `which` finds, those of them that are
+    /// there.
+    fn remove<K: IntoIterator<Item = Key>>(
+        &self,
+        which: impl Fn(&Snapshot) -> K,
+    ) -> Option<RegionEntry> {
+        self.publish(|old| old.without(which(old)).ok_or(())).ok()
     }
 
     fn publish_always(&self, change: impl Fn(&Snapshot) -> Snapshot) {
@@ -365,7 +376,11 @@ modelled_only! {
             bases.extend(self.regions().map(|it| (it.id(), it.region().start_addr())));
             let base = bases.iter().find(|it| it.0 == id).map_or(0, |it| it.1);
             drop(bases);
-            self.remove(|entry| entry.region().start_addr() == base)
+            let at_base = |old: &Snapshot| {
+                let entries = old.entries().filter(|it| it.key().0 == base);
+                entries.map(|it| it.key()).collect::<Vec<_>>()
+            };
+            self.remove(at_base)
                 .map(|entry| entry.region())
                 .ok_or(UnknownRegion(id))
         }

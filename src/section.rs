@@ -50,9 +50,10 @@ use std::time::{Duration, Instant};
 
 use crossbeam_epoch::{Collector, Guard, LocalHandle};
 
+use crate::listing::Segments;
 use crate::region::Region;
 use crate::registry::Registry;
-use crate::snapshot::{Residency, Segments};
+use crate::snapshot::Residency;
 use crate::sync::{
     Alive, AliveElsewhere, Arc, AtomicBool, Ordering, RefCell, Tally, pause, per_thread, weakened,
 };

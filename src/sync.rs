@@ -146,6 +146,11 @@ mod faults {
     }
 }
 
+/// What snapshots share among themselves, in models too. Like a `Box` it has
+/// nothing that an interleaving could change: what is shared is no longer
+/// written, and is reached through a snapshot, which is what the models watch.
+pub(crate) use std::sync::Arc as Shared;
+
 /// A number that is only to be told, shared by its clones. It orders nothing,
 /// and the models leave it out of what they explore.
 #[derive(Clone, Debug, Default)]

@@ -26,7 +26,7 @@ use cudarc::driver::{CudaContext, CudaStream, DeviceRepr, HostSlice, SyncOnDrop}
 use super::CudaError;
 use super::device::reads_pageable_late;
 use super::driver;
-use crate::snapshot::Span;
+use crate::span::Span;
 use crate::{Residency, Section, global, reader};
 
 /// Wraps `slice` for `cudarc`'s copies to the device:

@@ -41,7 +41,7 @@ use super::options::{CopierOptions, Policy};
 use super::pinned_buffer::PinnedBuffer;
 use super::staging::StagingRing;
 use super::stats::{CopyStats, Counts};
-use crate::snapshot::Span;
+use crate::span::Span;
 use crate::{Residency, global, reader};
 
 /// Makes copies on one stream, sound for whatever borrowed slice they are

@@ -16,7 +16,7 @@ use super::registration_error::{
     is_refusal,
 };
 use super::{chunks, driver};
-use crate::snapshot::Span;
+use crate::span::Span;
 use crate::{Region, RegionState, Registration, global, reader};
 
 /// Memory that is page-locked where it is, in the process-wide registry while

@@ -16,7 +16,8 @@ use super::options::Policy;
 use super::staging::NotStaged;
 use super::wait::wait_or_abort;
 use super::{Copier, CudaError, call_site};
-use crate::snapshot::{Snapshot, Span};
+use crate::snapshot::Snapshot;
+use crate::span::Span;
 use crate::{Residency, Section, global};
 
 /// The largest piece that a copy through the heap allocates.

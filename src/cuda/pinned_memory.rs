@@ -8,7 +8,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaContext;
 
 use super::{CudaError, driver};
-use crate::snapshot::{Owner, RegionState};
+use crate::entry::{Owner, RegionState};
 use crate::{Region, RegionId, global};
 
 /// Page-locked memory from the driver, in the process-wide registry from its

@@ -19,7 +19,7 @@ use super::late::{LateCopy, at};
 use super::options::Policy;
 use super::wait::{abort_unless_dead, wait_for_event, wait_for_stream};
 use super::{Copier, CudaError};
-use crate::snapshot::Span;
+use crate::span::Span;
 use crate::{Residency, Section, global};
 
 impl Copier {
