@@ -44,7 +44,7 @@ const WIDTH: usize = if cfg!(loom) { 2 } else { 64 };
 
 /// How many a node gets, about, when many registrations are made at once: room
 /// is left to add more.
-const BULK: usize = WIDTH / 2;
+const BULK: usize = if cfg!(loom) { 2 } else { 32 };
 
 /// A node with fewer items is put together with one beside it, if that leaves
 /// room to add more.
