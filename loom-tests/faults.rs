@@ -52,30 +52,40 @@ pub(crate) const FAULTS: &[Fault] = &[
         what: "a load of the published snapshot acquires nothing",
         found_by: &[
             "register_all_is_seen_whole",
+            "a_reader_sees_a_whole_snapshot",
             "a_registry_sees_a_whole_snapshot",
+            "a_reader_never_goes_back",
             "a_registry_never_goes_back",
             "segments_are_of_one_snapshot",
-        ],
-        reason: UNORDERED,
-    },
-    Fault {
-        name: "reader_made_relaxed",
-        what: "a reader's first snapshot is taken without acquiring anything",
-        found_by: &["a_reader_sees_a_whole_snapshot", "a_reader_never_goes_back"],
-        reason: UNORDERED,
-    },
-    Fault {
-        name: "refresh_relaxed",
-        what: "a reader that takes a newer snapshot acquires nothing",
-        found_by: &[
-            "a_reader_sees_a_whole_snapshot",
-            "is_pinned_never_goes_back",
             "two_readers",
         ],
         reason: UNORDERED,
     },
     Fault {
-        name: "cache_skips_compare",
+        name: "never_announced",
+        what: "a writer publishes without announcing it",
+        found_by: &[
+            "register_then_hand_over_to_is_pinned",
+            "unregister_then_hand_over_to_is_pinned",
+            "register_then_hand_over_to_a_reader",
+            "unregister_then_hand_over_to_a_reader",
+        ],
+        reason: "was not seen",
+    },
+    Fault {
+        name: "announced_once_published",
+        what: "a writer announces what it publishes only after it has",
+        found_by: &["a_thread_never_goes_back"],
+        reason: "went back in time",
+    },
+    Fault {
+        name: "announcement_goes_back",
+        what: "a writer announces its generation whatever another has announced by then",
+        found_by: &["a_writer_sees_its_own_changes"],
+        reason: "was not seen",
+    },
+    Fault {
+        name: "reader_skips_compare",
         what: "a reader never looks whether a newer snapshot is there",
         found_by: &[
             "register_then_hand_over_to_is_pinned",
@@ -86,7 +96,7 @@ pub(crate) const FAULTS: &[Fault] = &[
         reason: "was not seen",
     },
     Fault {
-        name: "cache_goes_back",
+        name: "reader_goes_back",
         what: "a reader that took a newer snapshot answers from the old one once more",
         found_by: &["is_pinned_never_goes_back", "a_reader_never_goes_back"],
         reason: "went back in time",

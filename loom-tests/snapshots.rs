@@ -11,7 +11,7 @@ use crate::model::{Model, Witness};
 const WHOLE: &[&str] = &["pageable", "mixed", "seam", "pinned"];
 const IN_ORDER: &[&str] = &["no, no", "no, yes", "yes, yes"];
 
-pub(crate) const MODELS: [Model; 10] = [
+pub(crate) const MODELS: [Model; 11] = [
     Model {
         name: "is_pinned_sees_a_whole_snapshot",
         promise: "the answer of a thread's own reader is that of one published snapshot, with all arrays of one generation",
@@ -163,6 +163,28 @@ pub(crate) const MODELS: [Model; 10] = [
             at_once(
                 move || writer.register(region(a())),
                 move || in_order(witness, std::array::from_fn(|_| registry.is_pinned(a()))),
+            );
+        },
+    },
+    Model {
+        name: "a_thread_never_goes_back",
+        promise: "of two lookups of one thread, through whatever kinds of reader, the second sees no older snapshot",
+        outcomes: IN_ORDER,
+        furthest: None,
+        body: |witness| {
+            let registry = global();
+            at_once(
+                move || registry.register(region(a())),
+                move || {
+                    // The first snapshot, for it to be misled by.
+                    let mut reader = registry.reader();
+                    let seen = [
+                        registry.is_pinned(a()),
+                        reader.is_pinned(a()),
+                        is_pinned(a()),
+                    ];
+                    in_order(witness, seen);
+                },
             );
         },
     },

@@ -10,7 +10,7 @@ use pinned_hosts::{Registry, Residency, global, is_pinned, live_count, register}
 use crate::cells::{a, at_once, b, bc, c, region};
 use crate::model::Model;
 
-pub(crate) const MODELS: [Model; 6] = [
+pub(crate) const MODELS: [Model; 7] = [
     Model {
         name: "two_writers_register",
         promise: "of two registrations at once, both are there once both have returned",
@@ -39,6 +39,29 @@ pub(crate) const MODELS: [Model; 6] = [
             assert!(registry.is_pinned(a()), "an update was lost");
             assert!(registry.is_pinned(b()), "an update was lost");
             assert_eq!(registry.live_count(), 2);
+        },
+    },
+    Model {
+        name: "a_writer_sees_its_own_changes",
+        promise: "what a thread has registered is seen by its reader, wherever another writer has got to",
+        outcomes: &["before the other", "after the other"],
+        furthest: None,
+        body: |witness| {
+            let _ = global();
+            at_once(
+                || register(a().as_ptr(), a().len()),
+                move || {
+                    for next in [b(), c()] {
+                        register(next.as_ptr(), next.len());
+                        assert!(is_pinned(next), "a thread's own change was not seen");
+                    }
+                    witness.saw(if is_pinned(a()) {
+                        "after the other"
+                    } else {
+                        "before the other"
+                    });
+                },
+            );
         },
     },
     Model {

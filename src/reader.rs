@@ -3,34 +3,53 @@
 //!
 //! # Why a relaxed load is enough
 //!
-//! A reader keeps the snapshot it last saw, as an `Arc`, and on each lookup
-//! compares that snapshot's address with the one that is published now. That
-//! one load is relaxed (`arc_swap::Cache::load`). It suffices:
+//! Each snapshot has a *generation*, one more than the snapshot it was made
+//! from. A writer first announces the generation that it is about to publish,
+//! in a counter that only grows, then publishes, then returns. A reader keeps
+//! the snapshot it last took, and on each lookup compares its generation with
+//! the counter.
 //!
-//! - *Equal* means that the snapshot in hand is the published one. The
-//!   reader's own `Arc` keeps the snapshot allocated, so no other snapshot can
-//!   have the same address. Its contents never change, and were acquired when
-//!   the reader took it.
-//! - *Different* means a newer one: the reader then takes it with an
-//!   acquiring load, which makes its contents visible.
-//! - A registration that happens-before the lookup is not missed: its publish
-//!   is a store to the very location that the relaxed load reads, and a load
-//!   never returns a value older than a store that happens-before it
-//!   (coherence, which holds for relaxed accesses too).
+//! - *As great*: the snapshot in hand is as new as anything that was announced.
+//!   It never changes, and its contents were acquired when it was taken.
+//! - *Less*: a newer one is published, or about to be. The reader takes what is
+//!   published, with acquire. In the moment between announcement and publish it
+//!   may take the same once more.
+//! - A registration that happens-before the lookup is not missed: its
+//!   announcement is a write to the very location that the relaxed load reads,
+//!   and a load never returns a value older than a write that happens-before it
+//!   (coherence, which holds for relaxed accesses too). So the counter is at
+//!   least at that registration's generation. If it is as great as the
+//!   snapshot's in hand, that one has the registration; if not, the reader
+//!   takes one that has it, by coherence again.
+//! - Nor does a thread go back in time between kinds of lookup. Whoever has
+//!   found a snapshot published has acquired its announcement, which came
+//!   before, so that the thread's readers look for it too. Were it announced
+//!   after the publish, a [`Registry`] could see it and a reader, asked next,
+//!   not yet.
 //!
 //! A lookup on the hit path is thus one load of a line that nobody writes
 //! between publishes, one compare, and the search.
+//!
+//! # What a thread keeps
+//!
+//! Two thread-locals, so that the hit path is short. `KEPT` has this thread's
+//! reader, and with it a hold on a snapshot; it has a destructor, so each access
+//! has to ask whether that has run. `SEEN` has the same reader's numbers and the
+//! snapshot's address, without a hold, and no destructor. `SEEN` never names a
+//! snapshot that `KEPT` does not hold: it is set right after `KEPT` is, before
+//! the old snapshot is let go of, and cleared when `KEPT` is dropped.
 
 use std::fmt;
 
 use crate::global;
 use crate::listing::{Regions, Segments};
 use crate::region::Region;
+use crate::registry::Registry;
 #[cfg(any(feature = "cuda", loom))]
 use crate::section::Section;
 use crate::snapshot::{Residency, Snapshot};
 use crate::span::Span;
-use crate::sync::{Arc, ArcSwap, Cache, RefCell, modelled_only, per_thread, weakened};
+use crate::sync::{Arc, Cell, Unheld, modelled_only, per_thread, weakened};
 
 /// The fast way to ask a [`Registry`] that is not the process-wide one: it
 /// remembers the last snapshot, and looks only whether a newer one is there.
@@ -62,19 +81,33 @@ use crate::sync::{Arc, ArcSwap, Cache, RefCell, modelled_only, per_thread, weake
 /// [`Registry::reader`]: crate::Registry::reader
 #[derive(Clone)]
 pub struct Reader<'r> {
-    cache: Cache<&'r ArcSwap<Snapshot>, Arc<Snapshot>>,
+    registry: &'r Registry,
+    snapshot: Arc<Snapshot>,
 }
 
 impl<'r> Reader<'r> {
-    pub(crate) fn new(published: &'r ArcSwap<Snapshot>) -> Self {
+    pub(crate) fn new(registry: &'r Registry) -> Self {
         Self {
-            cache: Cache::new(published),
+            registry,
+            snapshot: registry.snapshot(),
         }
     }
 
     #[inline]
     fn snapshot(&mut self) -> &Arc<Snapshot> {
-        self.cache.load()
+        if !is_current(self.registry, self.snapshot.generation) {
+            self.refresh();
+            return &self.snapshot;
+        }
+        weakened!("reader_goes_back" => { self.snapshot = self.registry.before(&self.snapshot) });
+        &self.snapshot
+    }
+
+    // Out of line, so that the hit path stays short enough to be inlined.
+    #[cold]
+    #[inline(never)]
+    fn refresh(&mut self) {
+        *self = Self::new(self.registry);
     }
 
     /// Whether every byte of `bytes` is page-locked. See
@@ -136,24 +169,85 @@ impl fmt::Debug for Reader<'_> {
     }
 }
 
+/// Whether no generation is announced that is newer than `generation`.
+#[inline]
+fn is_current(registry: &Registry, generation: u64) -> bool {
+    weakened!("reader_skips_compare" => { return true });
+    registry.announced() <= generation
+}
+
+/// What a lookup needs of this thread's reader.
+#[derive(Clone, Copy)]
+struct Seen {
+    registry: &'static Registry,
+    generation: u64,
+    snapshot: Unheld<Snapshot>,
+}
+
+/// This thread's reader, made at its first lookup.
+struct Kept(Cell<Option<Reader<'static>>>);
+
+impl Kept {
+    /// Keeps `reader` in place of the one before.
+    fn keep(&self, reader: Reader<'static>) {
+        let seen = Seen {
+            registry: reader.registry,
+            generation: reader.snapshot.generation,
+            snapshot: Unheld::of(&reader.snapshot),
+        };
+        let before = self.0.replace(Some(reader));
+        // An error: under `cfg(loom)`, on a thread that exits.
+        let _ = SEEN.try_with(|it| it.set(Some(seen)));
+        // Last, since to free a snapshot may run a lookup: that of a global
+        // allocator that asks.
+        drop(before);
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        let _ = SEEN.try_with(|it| it.set(None));
+    }
+}
+
 per_thread! {
-    /// This thread's reader of the process-wide registry, made at the
-    /// thread's first lookup.
-    static THREAD_READER: RefCell<Option<Reader<'static>>> = RefCell::new(None);
+    /// See the head of this file.
+    static SEEN: Cell<Option<Seen>> = Cell::new(None);
+}
+
+per_thread! {
+    /// See the head of this file.
+    static KEPT: Kept = Kept(Cell::new(None));
 }
 
 /// Asks the process-wide registry through this thread's reader.
 #[inline]
 pub(crate) fn ask_global<R>(ask: impl Fn(&Snapshot) -> R) -> R {
-    let answer = THREAD_READER.try_with(|slot| {
-        let mut slot = slot.try_borrow_mut().ok()?;
-        let reader = slot.get_or_insert_with(first_lookup);
-        Some(ask(reader.snapshot()))
-    });
-    match answer {
-        Ok(Some(answer)) => answer,
-        _ => ask_past_the_reader(ask),
+    if let Ok(Some(seen)) = SEEN.try_with(Cell::get)
+        && is_current(seen.registry, seen.generation)
+    {
+        weakened!("reader_goes_back" => { return ask(&global().before(&global().snapshot())) });
+        // SAFETY: `KEPT` holds every snapshot that `SEEN` names, and lets go of
+        // none while `ask` runs: that happens only in a lookup, and at the
+        // thread's exit, and a question runs neither.
+        return ask(unsafe { seen.snapshot.get() });
     }
+    ask_anew(ask)
+}
+
+/// Asks the newest snapshot, and keeps it for this thread's next lookup.
+// Out of line, so that the hit path stays short enough to be inlined.
+#[cold]
+#[inline(never)]
+fn ask_anew<R>(ask: impl Fn(&Snapshot) -> R) -> R {
+    let answer = KEPT.try_with(|kept| {
+        let reader = global().reader();
+        weakened!("reader_leaks" => { std::mem::forget(reader.clone()) });
+        let answer = ask(&reader.snapshot);
+        kept.keep(reader);
+        answer
+    });
+    answer.unwrap_or_else(|_| ask_past_the_reader(ask))
 }
 
 /// Enters a section of the process-wide registry, and then asks: the first
@@ -182,18 +276,8 @@ pub(crate) fn enter_and_ask<R>(ask: impl Fn(&Snapshot) -> R) -> (Section<'static
     (section, answer)
 }
 
-// Out of line, so that the hit path stays short enough to be inlined.
-#[cold]
-#[inline(never)]
-fn first_lookup() -> Reader<'static> {
-    weakened!("reader_leaks" => { std::mem::forget(global().reader()) });
-    global().reader()
-}
-
-/// Two lookups cannot use the thread's reader: one from a thread-local
-/// destructor after the reader is gone, and one from inside another lookup (a
-/// global allocator that asks, called when the reader lets go of a snapshot).
-/// They load the published snapshot, which is slower and just as right.
+/// A lookup from a thread-local destructor that runs after the reader is gone
+/// loads the published snapshot, which is slower and just as right.
 #[cold]
 #[inline(never)]
 fn ask_past_the_reader<R>(ask: impl Fn(&Snapshot) -> R) -> R {

@@ -24,7 +24,7 @@ use crate::region::{Key, Region, RegionId, UnknownRegion};
 use crate::section::{GraceError, Section, Sections};
 use crate::snapshot::{Residency, Snapshot};
 use crate::span::Span;
-use crate::sync::{Arc, ArcSwap, modelled_only, weakened};
+use crate::sync::{Arc, ArcSwap, AtomicU64, Ordering, modelled_only, weakened};
 
 /// A set of page-locked regions that is asked on every copy.
 ///
@@ -54,6 +54,9 @@ use crate::sync::{Arc, ArcSwap, modelled_only, weakened};
 /// ```
 pub struct Registry {
     published: ArcSwap<Snapshot>,
+    /// The greatest generation that a writer has published, or is about to
+    /// publish. It is what readers look at: see `reader.rs`.
+    announced: AtomicU64,
     sections: Sections,
 }
 
@@ -63,6 +66,7 @@ impl Registry {
     pub fn new() -> Self {
         Self {
             published: ArcSwap::new(Arc::new(Snapshot::empty())),
+            announced: AtomicU64::new(0),
             sections: Sections::new(),
         }
     }
@@ -245,7 +249,7 @@ impl Registry {
     /// A reader of this registry: the fast path. See [`Reader`].
     #[must_use]
     pub fn reader(&self) -> Reader<'_> {
-        Reader::new(&self.published)
+        Reader::new(self)
     }
 
     pub(crate) fn ask<R>(&self, ask: impl FnOnce(&Snapshot) -> R) -> R {
@@ -254,6 +258,22 @@ impl Registry {
 
     pub(crate) fn snapshot(&self) -> Arc<Snapshot> {
         self.published.load_full()
+    }
+
+    #[inline]
+    pub(crate) fn announced(&self) -> u64 {
+        // Relaxed: the head of `reader.rs` says why that is enough.
+        self.announced.load(Ordering::Relaxed)
+    }
+
+    fn announce(&self, generation: u64) {
+        weakened!("never_announced" => { return });
+        weakened!("announcement_goes_back" => {
+            return self.announced.store(generation, Ordering::Relaxed);
+        });
+        // Relaxed: the publish that follows releases this too. The greatest,
+        // since another writer may have announced, and published, more.
+        self.announced.fetch_max(generation, Ordering::Relaxed);
     }
 
     pub(crate) fn register_for(
@@ -351,12 +371,29 @@ impl Registry {
     ) -> Result<R, E> {
         let mut current = self.published.load();
         loop {
-            let (next, result) = change(&current)?;
+            let (mut next, result) = change(&current)?;
             weakened!("torn_arrays" => {
-                let torn = Arc::new(next.torn(&current));
+                let mut torn = next.torn(&current);
+                torn.generation = current.generation + 1;
+                self.announce(torn.generation);
+                let torn = Arc::new(torn);
                 let _ = self.published.compare_and_swap(&current, torn.clone());
                 current = torn;
             });
+            next.generation = current.generation + 1;
+            weakened!("announced_once_published" => {
+                let generation = next.generation;
+                let previous = self.published.compare_and_swap(&current, Arc::new(next));
+                self.announce(generation);
+                if Arc::ptr_eq(&current, &previous) {
+                    return Ok(result);
+                }
+                current = previous;
+                continue;
+            });
+            // A writer that loses the race has announced no more than the
+            // winner, which began with the same snapshot.
+            self.announce(next.generation);
             let previous = self.published.compare_and_swap(&current, Arc::new(next));
             // `current` is held, so no other snapshot can have its address:
             // equal addresses mean that nothing was published in between.
@@ -370,6 +407,11 @@ impl Registry {
 
 modelled_only! {
     impl Registry {
+        /// What was published before `snapshot`, or else itself.
+        pub(crate) fn before(&self, snapshot: &Arc<Snapshot>) -> Arc<Snapshot> {
+            self.published.before(snapshot).unwrap_or_else(|| snapshot.clone())
+        }
+
         fn erase_by_address(&self, id: RegionId) -> Result<Region, UnknownRegion> {
             static BASES: std::sync::Mutex<Vec<(RegionId, usize)>> = std::sync::Mutex::new(vec![]);
             let mut bases = BASES.lock().expect("no fault panics");

@@ -66,6 +66,9 @@ pub(crate) struct Snapshot {
     // from this one cache line.
     min: usize,
     max: usize,
+    /// One more than that of the snapshot before. The registry sets it when it
+    /// publishes.
+    pub(crate) generation: u64,
     tree: Tree,
 }
 
@@ -78,6 +81,7 @@ impl Snapshot {
         Self {
             min: tree.first_start(),
             max: tree.reach(),
+            generation: 0,
             tree,
         }
     }

@@ -27,13 +27,33 @@ pub(crate) use no_faults::*;
 
 #[cfg(not(loom))]
 mod real {
-    pub(crate) use std::cell::RefCell;
+    pub(crate) use std::cell::{Cell, RefCell};
     pub(crate) use std::sync::Arc;
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::thread;
     use std::time::Duration;
 
-    pub(crate) use arc_swap::{ArcSwap, Cache};
+    pub(crate) use arc_swap::ArcSwap;
+
+    /// The contents of an `Arc`, without a hold on them.
+    pub(crate) struct Unheld<T>(*const T);
+
+    impl<T> Unheld<T> {
+        pub(crate) fn of(arc: &Arc<T>) -> Self {
+            Self(Arc::as_ptr(arc))
+        }
+
+        /// # Safety
+        ///
+        /// For as long as the reference is used, somebody holds the `Arc`, or a
+        /// clone of it.
+        #[inline]
+        pub(crate) unsafe fn get<'a>(self) -> &'a T {
+            // SAFETY: the pointer is to the contents of an `Arc`, and the caller
+            // says that they are still there. Nobody writes them.
+            unsafe { &*self.0 }
+        }
+    }
 
     /// Waits a little before looking again, the `round`-th time: spins, then
     /// lets other threads run, then sleeps, up to a millisecond.
@@ -151,6 +171,14 @@ mod faults {
 /// written, and is reached through a snapshot, which is what the models watch.
 pub(crate) use std::sync::Arc as Shared;
 
+impl<T> Clone for Unheld<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Unheld<T> {}
+
 /// A number that is only to be told, shared by its clones. It orders nothing,
 /// and the models leave it out of what they explore.
 #[derive(Clone, Debug, Default)]
@@ -195,7 +223,7 @@ impl AliveElsewhere {
 #[cfg(loom)]
 mod modelled {
     use std::any::Any;
-    pub(crate) use std::cell::RefCell;
+    pub(crate) use std::cell::{Cell, RefCell};
     use std::ops::Deref;
     use std::rc::Rc;
     use std::sync::{Mutex, PoisonError};
@@ -337,6 +365,25 @@ mod modelled {
         }
     }
 
+    /// The contents of an `Arc`, without a hold on them. Loom watches how they
+    /// are read, and not that they are still there.
+    pub(crate) struct Unheld<T>(*const UnsafeCell<T>);
+
+    impl<T> Unheld<T> {
+        pub(crate) fn of(arc: &Arc<T>) -> Self {
+            Self(&raw const *arc.0)
+        }
+
+        /// # Safety
+        ///
+        /// As for the real one.
+        pub(crate) unsafe fn get<'a>(self) -> &'a T {
+            // SAFETY: the caller says that the `Arc` is still held. The value is
+            // never written after it was made.
+            unsafe { (*self.0).with(|value| &*value) }
+        }
+    }
+
     /// How many values a model may publish in one cell.
     const CAPACITY: usize = 8;
 
@@ -416,6 +463,15 @@ mod modelled {
                 .load(unless_weakened(Ordering::Acquire, "load_relaxed")))
         }
 
+        /// What was published before `value`, if anything was.
+        pub(crate) fn before(&self, value: &Arc<T>) -> Option<Arc<T>> {
+            let number = self
+                .addresses()
+                .iter()
+                .position(|&it| it == address(value))?;
+            Some(self.at(number.checked_sub(1)?))
+        }
+
         pub(crate) fn compare_and_swap(&self, current: &Arc<T>, new: Arc<T>) -> Arc<T> {
             let expected = self
                 .addresses()
@@ -448,41 +504,5 @@ mod modelled {
 
     fn address<T>(value: &Arc<T>) -> usize {
         (&raw const *value.0).addr()
-    }
-
-    /// A stand-in for `arc_swap::Cache`: compares relaxed, and loads anew if
-    /// another value is published.
-    #[derive(Clone, Debug)]
-    pub(crate) struct Cache<A, T> {
-        cell: A,
-        number: usize,
-        cached: T,
-    }
-
-    impl<'a, T> Cache<&'a ArcSwap<T>, Arc<T>> {
-        pub(crate) fn new(cell: &'a ArcSwap<T>) -> Self {
-            let order = unless_weakened(Ordering::Acquire, "reader_made_relaxed");
-            let number = cell.published.load(order);
-            Self {
-                cell,
-                number,
-                cached: cell.at(number),
-            }
-        }
-
-        pub(crate) fn load(&mut self) -> &Arc<T> {
-            // Relaxed: `src/reader.rs` says why that is enough, and the models
-            // in `loom-tests/hand_over.rs` show it.
-            let published = self.cell.published.load(Ordering::Relaxed);
-            if published != self.number && !is_weakened("cache_skips_compare") {
-                let order = unless_weakened(Ordering::Acquire, "refresh_relaxed");
-                self.number = self.cell.published.load(order);
-                self.cached = self.cell.at(self.number);
-            } else if is_weakened("cache_goes_back") && self.number > 0 {
-                self.number -= 1;
-                self.cached = self.cell.at(self.number);
-            }
-            &self.cached
-        }
     }
 }
