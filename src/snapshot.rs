@@ -150,21 +150,46 @@ impl Snapshot {
     /// Whether every byte of `span` lies in a region.
     #[inline]
     pub(crate) fn is_pinned(&self, span: Span) -> bool {
-        let Span { start, end } = span;
-        if start < self.min || end > self.max || span.is_empty() {
+        if span.start < self.min || span.end > self.max || span.is_empty() {
             return false;
         }
-        let reach = self.tree.around(start).reach;
-        reach >= end || (reach > start && self.goes_on_to(end, reach))
+        match self.tree.around_few(span.start) {
+            Some(around) => self.is_pinned_given(around, span),
+            None => self.is_pinned_of_many(span),
+        }
+    }
+
+    // Out of line, like its twin below, so that what is asked on every copy is
+    // short where regions are few.
+    #[inline(never)]
+    fn is_pinned_of_many(&self, span: Span) -> bool {
+        self.is_pinned_given(self.tree.around(span.start), span)
+    }
+
+    #[inline]
+    fn is_pinned_given(&self, around: Around, Span { start, end }: Span) -> bool {
+        around.reach >= end || (around.reach > start && self.goes_on_to(end, around.reach))
     }
 
     #[inline]
     pub(crate) fn residency(&self, span: Span) -> Residency {
-        let Span { start, end } = span;
-        if end <= self.min || start >= self.max || span.is_empty() {
+        if span.end <= self.min || span.start >= self.max || span.is_empty() {
             return Residency::Pageable;
         }
-        let Around { reach, next } = self.tree.around(start);
+        match self.tree.around_few(span.start) {
+            Some(around) => self.residency_given(around, span),
+            None => self.residency_of_many(span),
+        }
+    }
+
+    #[inline(never)]
+    fn residency_of_many(&self, span: Span) -> Residency {
+        self.residency_given(self.tree.around(span.start), span)
+    }
+
+    #[inline]
+    fn residency_given(&self, around: Around, Span { start, end }: Span) -> Residency {
+        let Around { reach, next } = around;
         if reach >= end {
             Residency::Pinned
         } else if reach > start && self.goes_on_to(end, reach) {
