@@ -88,9 +88,7 @@ impl Snapshot {
 
     /// This set and `added`, which may be in any order.
     pub(crate) fn with(&self, added: &[RegionEntry]) -> Self {
-        let mut tree = self.tree.clone();
-        tree.insert_all(added);
-        Self::of(tree)
+        Self::of(self.tree.clone().with(added))
     }
 
     /// This set without the registrations `keys`, and the first of those;
@@ -100,11 +98,14 @@ impl Snapshot {
         keys: impl IntoIterator<Item = Key>,
     ) -> Option<(Self, RegionEntry)> {
         let mut tree = self.tree.clone();
-        let removed: Vec<_> = keys
-            .into_iter()
-            .filter_map(|key| tree.remove(key))
-            .collect();
-        Some((Self::of(tree), *removed.first()?))
+        let mut first = None;
+        for key in keys {
+            if let Some(entry) = tree.get(key) {
+                tree = tree.without(key);
+                first.get_or_insert(entry);
+            }
+        }
+        Some((Self::of(tree), first?))
     }
 
     /// This set with the state of the registrations `ids` changed, those of
@@ -114,7 +115,7 @@ impl Snapshot {
         let mut known = false;
         for id in ids {
             if let Some(entry) = tree.get(id.key()) {
-                tree.replace(entry.in_state(state));
+                tree = tree.replaced(entry.in_state(state));
                 known = true;
             }
         }

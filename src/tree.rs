@@ -6,85 +6,28 @@
 //! unchanged has to be copied or shared. Copied, a publish among 64,000 regions
 //! takes a millisecond, and a program that pins that many buffers one by one
 //! the best part of a minute. So the sorted array is cut into *leaves* of at
-//! most [`WIDTH`] registrations, with *branches* of as many children above
-//! them; the next snapshot has new nodes along one path from the root to a
-//! leaf, and shares all others with this one.
+//! most 64 registrations, with *branches* of as many children above them; the
+//! next snapshot has new nodes along one path from the root to a leaf, and
+//! shares all others with this one.
 //!
-//! A reader sees what it would see in one array. Up to [`WIDTH`] regions, which
-//! is what most programs have, it *is* one: the root is a leaf.
-//!
-//! # What a node stores for its readers
-//!
-//! Each item of a node, a registration or a child, starts somewhere and has an
-//! end; a child's end is the greatest of its registrations'. Beside its items a
-//! node stores
-//!
-//! - `starts[k]`: where item `k` starts, and `usize::MAX` from the last on;
-//! - `reaches[k]`: the greatest end among the first `k` items.
-//!
-//! To find how far any region reaches that starts no later than an address:
-//! count the starts up to the address, say `k`. In a leaf, `reaches[k]` is it.
-//! In a branch, all of the first `k - 1` children count, so `reaches[k - 1]`
-//! does, and child `k - 1` is asked for the rest. What starts after the address
-//! lies behind, and does not count.
-//!
-//! The number of steps depends on nothing but the height, and a node is
-//! searched without a branch that depends on the address, which a processor
-//! would guess wrongly half the time.
+//! Up to 64 regions, which is what most programs have, the tree *is* one array:
+//! its root is a leaf. What a node stores for its readers, and how it is
+//! searched, is in `tree/node.rs`.
+
+mod node;
 
 use std::fmt;
-use std::hint::select_unpredictable;
 
 use crate::entry::{Marks, RegionEntry};
 use crate::region::Key;
 use crate::sync::{Shared, modelled_only};
-
-/// How many items a node has at most. In models, so few that a handful of
-/// regions makes a tree.
-const WIDTH: usize = if cfg!(loom) { 2 } else { 64 };
-
-/// To count so many starts takes less time than a search's chain of dependent
-/// steps: a third less for a whole lookup at three regions, even at about ten.
-const FEW: usize = if cfg!(loom) { 1 } else { 8 };
-
-/// How many a node gets, about, when many registrations are made at once: room
-/// is left to add more.
-const BULK: usize = if cfg!(loom) { 2 } else { 32 };
-
-/// A node with fewer items is put together with one beside it, if that leaves
-/// room to add more.
-const SPARSE: usize = WIDTH / 4;
+use node::{BULK, Child, FEW, Items, Node, SPARSE, WIDTH};
 
 /// All registrations of one snapshot, by [`Key`].
 #[derive(Clone)]
 pub(crate) struct Tree {
     root: Shared<Node>,
     len: usize,
-}
-
-// In this order, the counts lie on a cache line with the first starts.
-#[derive(Debug)]
-#[repr(C)]
-struct Node {
-    items: Items,
-    starts: [usize; WIDTH],
-    reaches: [usize; WIDTH + 1],
-}
-
-/// In order, of each kind. All leaves are equally far from the root.
-#[derive(Clone, Debug)]
-enum Items {
-    Entries(Vec<RegionEntry>),
-    /// Never empty, except in an empty tree's making.
-    Children(Vec<Child>),
-}
-
-#[derive(Clone, Debug)]
-struct Child {
-    first: Key,
-    reach: usize,
-    marks: Marks,
-    node: Shared<Node>,
 }
 
 /// What lies around an address.
@@ -137,8 +80,9 @@ impl Tree {
         self.root.reach()
     }
 
-    /// Adds registrations, which may be in any order and have new keys.
-    pub(crate) fn insert_all(&mut self, added: &[RegionEntry]) {
+    /// These registrations and `added`, which may be in any order and have new
+    /// keys.
+    pub(crate) fn with(self, added: &[RegionEntry]) -> Self {
         // To make the tree anew takes some nanoseconds a registration, to
         // change a path some hundred.
         if added.len() > 1 && added.len() > self.len / 16 {
@@ -147,47 +91,48 @@ impl Tree {
             entries.extend_from_slice(added);
             // A merge sort finds the sorted run that is already there.
             entries.sort_by_key(RegionEntry::key);
-            *self = Self::from_sorted(entries);
-            return;
+            return Self::from_sorted(entries);
         }
-        for &entry in added {
+        added.iter().fold(self, |tree, &entry| {
+            let len = tree.len + 1;
             let key = entry.key();
-            self.edit(key, &mut |entries| {
+            let root = tree.edited(key, &mut |entries| {
                 entries.insert(entries.partition_point(|it| it.key() < key), entry);
             });
-            self.len += 1;
-        }
+            Self { root, len }
+        })
     }
 
-    /// Takes the registration `key` away, if it is there.
-    pub(crate) fn remove(&mut self, key: Key) -> Option<RegionEntry> {
-        let removed = self.get(key)?;
-        self.edit(key, &mut |entries| entries.retain(|it| it.key() != key));
-        self.len -= 1;
-        Some(removed)
+    /// These registrations without `key`, which is one of them.
+    pub(crate) fn without(self, key: Key) -> Self {
+        let len = self.len - 1;
+        let root = self.edited(key, &mut |entries| entries.retain(|it| it.key() != key));
+        Self { root, len }
     }
 
-    /// Puts `entry` in the place of the registration of the same key, which is
-    /// there.
-    pub(crate) fn replace(&mut self, entry: RegionEntry) {
-        self.edit(entry.key(), &mut |entries| {
-            let same = |it: &&mut RegionEntry| it.key() == entry.key();
-            if let Some(place) = entries.iter_mut().find(same) {
-                *place = entry;
+    /// These registrations with `entry` in the place of the one of the same
+    /// key.
+    pub(crate) fn replaced(self, entry: RegionEntry) -> Self {
+        let len = self.len;
+        let root = self.edited(entry.key(), &mut |entries| {
+            for it in entries.iter_mut().filter(|it| it.key() == entry.key()) {
+                *it = entry;
             }
         });
+        Self { root, len }
     }
 
-    /// Does `edit` to the leaf where `key` belongs.
-    fn edit(&mut self, key: Key, edit: &mut impl FnMut(&mut Vec<RegionEntry>)) {
-        let mut level = vec![Child::of(Shared::clone(&self.root))];
+    /// The root once `edit` was done to the leaf where `key` belongs.
+    fn edited(self, key: Key, edit: &mut impl FnMut(&mut Vec<RegionEntry>)) -> Shared<Node> {
+        let mut level = vec![Child::of(self.root)];
         edit_child(&mut level, 0, key, edit);
-        self.root = Self::root_of(level);
-        while let Items::Children(children) = &self.root.items
+        let mut root = Self::root_of(level);
+        while let Items::Children(children) = &root.items
             && let [only] = children.as_slice()
         {
-            self.root = Shared::clone(&only.node);
+            root = Shared::clone(&only.node);
         }
+        root
     }
 
     pub(crate) fn get(&self, key: Key) -> Option<RegionEntry> {
@@ -384,139 +329,6 @@ fn in_nodes<T>(items: Vec<T>, kind: fn(Vec<T>) -> Items) -> Vec<Child> {
         .collect()
 }
 
-impl Child {
-    fn of(node: Shared<Node>) -> Self {
-        Self {
-            first: node.items.first().unwrap_or_default(),
-            reach: node.reach(),
-            marks: node.items.marks(),
-            node,
-        }
-    }
-}
-
-impl Node {
-    fn new(items: Items) -> Self {
-        let mut starts = [usize::MAX; WIDTH];
-        let mut reaches = [0; WIDTH + 1];
-        let mut reach = 0;
-        let mut note = |k: usize, start: usize, end: usize| {
-            reach = end.max(reach);
-            starts[k] = start;
-            reaches[k + 1] = reach;
-        };
-        match &items {
-            Items::Entries(entries) => {
-                for (k, it) in entries.iter().enumerate() {
-                    note(k, it.region().start_addr(), it.region().end_addr());
-                }
-            }
-            Items::Children(children) => {
-                for (k, it) in children.iter().enumerate() {
-                    note(k, it.first.0, it.reach);
-                }
-            }
-        }
-        Self {
-            items,
-            starts,
-            reaches,
-        }
-    }
-
-    /// The items of a node, copied if another tree has the node too.
-    fn into_items(this: Shared<Self>) -> Items {
-        match Shared::try_unwrap(this) {
-            Ok(node) => node.items,
-            Err(shared) => shared.items.clone(),
-        }
-    }
-
-    fn reach(&self) -> usize {
-        self.reaches[self.items.len()]
-    }
-
-    /// How many items start at or before `address`.
-    #[inline]
-    fn started_by(&self, address: usize) -> usize {
-        if self.items.len() <= BULK {
-            count_up_to(&self.starts[..BULK], address)
-        } else {
-            count_up_to(&self.starts, address)
-        }
-    }
-
-    /// Has the processor fetch what a search reads of this node, all at once
-    /// rather than one cache line after the other. It is a third of the time of
-    /// a lookup in a million regions.
-    #[inline]
-    fn prefetch(&self) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            const IN_A_LINE: usize = 64 / size_of::<usize>();
-            for array in [self.starts.as_ptr(), self.reaches.as_ptr()] {
-                for line in 0..BULK / IN_A_LINE {
-                    let line = array.wrapping_add(line * IN_A_LINE);
-                    // SAFETY: a prefetch reads nothing that the program can see,
-                    // and does nothing for an address that it cannot read.
-                    unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
-                }
-            }
-        }
-    }
-}
-
-impl Items {
-    #[inline]
-    fn len(&self) -> usize {
-        match self {
-            Self::Entries(entries) => entries.len(),
-            Self::Children(children) => children.len(),
-        }
-    }
-
-    fn first(&self) -> Option<Key> {
-        match self {
-            Self::Entries(entries) => entries.first().map(RegionEntry::key),
-            Self::Children(children) => children.first().map(|child| child.first),
-        }
-    }
-
-    fn marks(&self) -> Marks {
-        match self {
-            Self::Entries(entries) => all_marks(entries.iter().map(RegionEntry::marks)),
-            Self::Children(children) => all_marks(children.iter().map(|child| child.marks)),
-        }
-    }
-
-    fn split_off(&mut self, at: usize) -> Self {
-        match self {
-            Self::Entries(entries) => Self::Entries(entries.split_off(at)),
-            Self::Children(children) => Self::Children(children.split_off(at)),
-        }
-    }
-
-    /// These and `others`, which are as far from the root.
-    fn followed_by(self, others: Self) -> Self {
-        match (self, others) {
-            (Self::Entries(mut these), Self::Entries(others)) => {
-                these.extend(others);
-                Self::Entries(these)
-            }
-            (Self::Children(mut these), Self::Children(others)) => {
-                these.extend(others);
-                Self::Children(these)
-            }
-            _ => unreachable!("all leaves are equally far from the root"),
-        }
-    }
-}
-
-fn all_marks(marks: impl Iterator<Item = Marks>) -> Marks {
-    marks.fold(Marks::default(), Marks::or)
-}
-
 modelled_only! {
     impl Tree {
         /// These registrations, with the reaches of others.
@@ -545,21 +357,4 @@ impl Iterator for Entries {
         self.from = (start, number + 1);
         Some(entry)
     }
-}
-
-/// How many of `starts`, which are sorted and a power of two in number, are at
-/// most `address`.
-///
-/// As `partition_point`. But the number is known where this is inlined, and with
-/// it the number of steps: half as many instructions.
-#[inline]
-fn count_up_to(starts: &[usize], address: usize) -> usize {
-    let mut count = 0;
-    let mut step = starts.len() / 2;
-    while step > 0 {
-        let lower = starts[count + step - 1] <= address;
-        count = select_unpredictable(lower, count + step, count);
-        step /= 2;
-    }
-    count + usize::from(starts[count] <= address)
 }
