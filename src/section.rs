@@ -137,13 +137,11 @@ impl Sections {
         with(participant.ok().flatten().as_ref())
     }
 
-    fn enter(&self) -> (Guard, Option<Rc<Participant>>) {
+    fn enter(&self) -> Guard {
         self.with_participant(|participant| match participant {
-            Some(participant) => (participant.handle.pin(), None),
-            None => {
-                let own = self.join();
-                (own.handle.pin(), Some(own))
-            }
+            Some(participant) => participant.handle.pin(),
+            // The guard keeps what it needs of it.
+            None => self.join().handle.pin(),
         })
     }
 
@@ -244,18 +242,14 @@ fn remark(waited: Duration, threads: u64) {
 #[must_use = "a section that is not kept ends at once"]
 pub struct Section<'r> {
     registry: &'r Registry,
-    // In this order: the guard refers to the participant.
     _guard: Guard,
-    _own: Option<Rc<Participant>>,
 }
 
 impl<'r> Section<'r> {
     pub(crate) fn new(registry: &'r Registry, sections: &Sections) -> Self {
-        let (guard, own) = sections.enter();
         Self {
             registry,
-            _guard: guard,
-            _own: own,
+            _guard: sections.enter(),
         }
     }
 

@@ -5,6 +5,7 @@
 
 mod common;
 
+use std::io;
 use std::sync::Arc;
 use std::thread;
 
@@ -185,6 +186,30 @@ fn an_error_stored_meanwhile_is_returned_before_anything_is_enqueued() {
         "{copied:?}"
     );
     assert_eq!(rig.sim.calls("cuMemcpyHtoDAsync_v2"), copies);
+}
+
+/// `cudarc` records no event while an error is stored. Then other streams would
+/// not wait for the copy, even before they free its destination.
+#[test]
+fn an_error_stored_after_the_copy_does_not_keep_it_from_being_noted() {
+    let rig = Rig::new();
+    let mut on_device = rig.zeros::<u8>(LEN);
+    let pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+    let context = Arc::clone(&rig.context);
+    // The warning that this copy is waited for is the first that runs code of
+    // the program's.
+    let subscriber = tracing_subscriber::fmt().with_writer(move || {
+        let error = DriverError(sys::CUresult::CUDA_ERROR_UNKNOWN);
+        context.record_err(Err::<(), _>(error));
+        io::sink()
+    });
+    let before = rig.sim.calls("cuEventRecord");
+    tracing::subscriber::with_default(subscriber.finish(), || {
+        rig.copier.copy_h2d_async(&pinned, &mut on_device).unwrap();
+    });
+    assert!(rig.context.check_err().is_err(), "it was stored");
+    // One to wait for, and the destination's.
+    assert_eq!(rig.sim.calls("cuEventRecord") - before, 2);
 }
 
 /// In its default mode, a capture on any thread forbids every thread to wait

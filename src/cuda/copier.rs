@@ -31,6 +31,7 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr};
 
 use super::CudaError;
@@ -171,33 +172,44 @@ impl Copier {
         D: DevicePtrMut<T>,
     {
         let site = Location::caller();
-        if !has_room(src.len(), dst.len(), size_of::<T>())? {
-            return Ok(());
-        }
-        self.be_ready()?;
-        let (dst_address, _written) = dst.device_ptr_mut(&self.stream);
-        self.be_ready()?;
+        self.copy_to(dst, src.len(), |dst| {
+            // SAFETY: `src` is borrowed until this function returns; `copy_to`
+            // saw that the destination is long enough.
+            unsafe { self.copy_borrowed(policy, src.as_ptr().cast(), Span::of(src), dst, site) }
+        })
+    }
+
+    /// Makes the copy, and returns once the device will not read its source any
+    /// more, which begins at `source` and is where `span` says.
+    ///
+    /// # Safety
+    ///
+    /// As [`copy_late`](Self::copy_late).
+    unsafe fn copy_borrowed(
+        &self,
+        policy: Policy,
+        source: *const u8,
+        span: Span,
+        dst: CUdeviceptr,
+        site: &Location<'static>,
+    ) -> Result<(), CudaError> {
         // From before the question until the device is done with the source.
-        let span = Span::of(src);
-        let source = src.as_ptr().cast::<u8>();
-        let bytes = size_of_val(src);
         let (section, residency) = reader::enter_and_ask(|snapshot| snapshot.residency(span));
 
         if residency == Residency::Pageable && !self.reads_pageable_late {
             self.counts.pageable.add(1);
             // SAFETY: the driver stages a pageable source before it returns;
-            // `has_room` saw that the destination is long enough.
-            return unsafe { driver::copy_h2d(dst_address, source, bytes, &self.stream) };
+            // the caller's promise for the rest.
+            return unsafe { driver::copy_h2d(dst, source, span.len(), &self.stream) };
         }
 
         let copy = LateCopy {
             source,
             span,
             residency,
-            dst: dst_address,
+            dst,
         };
-        // SAFETY: `src` is borrowed until this function returns; `has_room` saw
-        // that the destination is long enough.
+        // SAFETY: the caller's promise.
         unsafe { self.copy_late(policy, copy, section, site) }
     }
 
@@ -226,27 +238,23 @@ impl Copier {
         D: DevicePtr<T>,
     {
         let len = src.len();
-        if !has_room(len, dst.len(), size_of::<T>())? {
-            return Ok(());
-        }
-        self.be_ready()?;
-        let (src_address, _read) = src.device_ptr(&self.stream);
-        self.be_ready()?;
-        let _section = global().enter();
-        let dst = &mut dst[..len];
-        let span = Span::of(dst);
-        let bytes = size_of_val(dst);
-        let destination = dst.as_mut_ptr().cast::<u8>();
-        let snapshot = global().snapshot();
-        let residency = snapshot.residency(span);
-        if self.options.policy == Policy::Deny && residency != Residency::Pageable {
-            self.counts.denied.add(1);
-            return Err(CudaError::Denied { residency, bytes });
-        }
-        self.counts.downloads.add(1);
-        // SAFETY: `dst` is borrowed until this function returns, and the source
-        // as long.
-        unsafe { self.copy_back(&snapshot, src_address, destination, span) }
+        self.copy_from(src, len, dst.len(), |src| {
+            let _section = global().enter();
+            let dst = &mut dst[..len];
+            let span = Span::of(dst);
+            let bytes = size_of_val(dst);
+            let destination = dst.as_mut_ptr().cast::<u8>();
+            let snapshot = global().snapshot();
+            let residency = snapshot.residency(span);
+            if self.options.policy == Policy::Deny && residency != Residency::Pageable {
+                self.counts.denied.add(1);
+                return Err(CudaError::Denied { residency, bytes });
+            }
+            self.counts.downloads.add(1);
+            // SAFETY: `dst` is borrowed until this function returns, and the
+            // source as long.
+            unsafe { self.copy_back(&snapshot, src, destination, span) }
+        })
     }
 
     /// Copies `elements` of `src` to the beginning of `dst`, in the order of
@@ -279,25 +287,15 @@ impl Copier {
                 end: elements.end,
                 len: src.len(),
             })?;
-        if !has_room(part.len(), dst.len(), size_of::<T>())? {
-            return Ok(());
-        }
-        self.be_ready()?;
-        let (dst_address, _written) = dst.device_ptr_mut(&self.stream);
-        self.be_ready()?;
-        self.counts.owned.add(1);
-        src.use_in(&self.stream, || {
-            // SAFETY: the buffer keeps its memory, and keeps it from being
-            // written, until this use of it is over; `has_room` saw that the
-            // destination is long enough.
-            unsafe {
-                driver::copy_h2d(
-                    dst_address,
-                    part.as_ptr().cast(),
-                    size_of_val(part),
-                    &self.stream,
-                )
-            }
+        self.copy_to(dst, part.len(), |dst| {
+            self.counts.owned.add(1);
+            let source = part.as_ptr().cast();
+            src.use_in(&self.stream, || {
+                // SAFETY: the buffer keeps its memory, and keeps it from being
+                // written, until this use of it is over; `copy_to` saw that the
+                // destination is long enough.
+                unsafe { driver::copy_h2d(dst, source, size_of_val(part), &self.stream) }
+            })
         })
     }
 
@@ -305,24 +303,6 @@ impl Copier {
     #[must_use]
     pub fn stats(&self) -> CopyStats {
         self.counts.read()
-    }
-
-    /// What has to be so right before a copy is enqueued.
-    ///
-    /// Asked before and after the destination's address is: `cudarc` then
-    /// makes the stream wait for the destination's last uses, which would
-    /// spoil a capture that has begun, leaves out those waits while an error
-    /// is stored, and joins the stream to a capture that a last use is part
-    /// of. The destination's type may also be the program's own, and do
-    /// anything there.
-    pub(super) fn be_ready(&self) -> Result<(), CudaError> {
-        let context = self.stream.context();
-        driver::take_stored_error(context)?;
-        driver::make_current(context)?;
-        if driver::is_capturing(&self.stream)? {
-            return Err(CudaError::StreamIsCapturing);
-        }
-        Ok(())
     }
 
     fn idle_events(&self) -> MutexGuard<'_, Vec<Event>> {
@@ -356,19 +336,4 @@ impl From<Copier> for Arc<CudaStream> {
     fn from(copier: Copier) -> Self {
         Arc::clone(&copier.stream)
     }
-}
-
-/// Whether there is anything to copy, and room for it.
-pub(super) fn has_room(
-    source: usize,
-    destination: usize,
-    element_bytes: usize,
-) -> Result<bool, CudaError> {
-    if destination < source {
-        return Err(CudaError::DestinationTooShort {
-            source,
-            destination,
-        });
-    }
-    Ok(source > 0 && element_bytes > 0)
 }

@@ -12,7 +12,7 @@ use std::ptr::{self, NonNull};
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys::{self, CUdeviceptr};
-use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
 
 use super::CudaError;
 use crate::Region;
@@ -98,9 +98,14 @@ pub fn context(ordinal: usize) -> Result<Arc<CudaContext>, CudaError> {
 
 /// Makes `context` the current one of this thread, as every driver call on
 /// memory or events wants it. Leaves a stored error where it is.
+#[inline]
 pub(super) fn make_current(context: &CudaContext) -> Result<(), CudaError> {
-    let current = result::ctx::get_current().map_err(CudaError::driver("cuCtxGetCurrent"))?;
-    if current == Some(context.cu_ctx()) {
+    let mut current = ptr::null_mut();
+    // SAFETY: a place for the handle.
+    unsafe { sys::cuCtxGetCurrent(&raw mut current) }
+        .result()
+        .map_err(CudaError::driver("cuCtxGetCurrent"))?;
+    if current == context.cu_ctx() {
         return Ok(());
     }
     // SAFETY: the context is retained for as long as `context` lives.
@@ -159,6 +164,7 @@ pub(super) fn attribute(
 
 /// Whether a graph is being captured from `stream`. An invalidated capture
 /// counts: it has not ended.
+#[inline]
 pub(super) fn is_capturing(stream: &CudaStream) -> Result<bool, CudaError> {
     // SAFETY: `stream` keeps its handle valid.
     let status = unsafe { result::stream::is_capturing(stream.cu_stream()) }
@@ -479,6 +485,18 @@ pub(super) unsafe fn unregister_host(
     unsafe { sys::cuMemHostUnregister(region.base().cast_mut().cast()) }
         .result()
         .map_err(CudaError::driver("cuMemHostUnregister"))
+}
+
+/// Records an event of `cudarc`'s as [`CudaEvent::record`] does, but whether or
+/// not an error is stored, which stays where it is. Both are of one context.
+pub(super) fn record_use(event: &CudaEvent, stream: &CudaStream) -> Result<(), DriverError> {
+    let context = stream.context().cu_ctx();
+    if result::ctx::get_current()? != Some(context) {
+        // SAFETY: the stream keeps its context retained.
+        unsafe { result::ctx::set_current(context) }?;
+    }
+    // SAFETY: both handles are kept valid by their owners.
+    unsafe { result::event::record(event.cu_event(), stream.cu_stream()) }
 }
 
 /// An event of this crate's own: its calls are never skipped because of an

@@ -45,7 +45,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{DevicePtrMut, DeviceRepr};
 
-use super::copier::has_room;
+use super::device_end::has_room;
 use super::{Copier, CudaError, PinnedBuffer, driver};
 
 impl Copier {

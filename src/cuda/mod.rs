@@ -184,6 +184,7 @@ mod checked;
 mod chunks;
 mod copier;
 mod device;
+mod device_end;
 mod driver;
 mod error;
 mod graph;

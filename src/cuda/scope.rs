@@ -13,7 +13,6 @@ use std::panic::Location;
 
 use cudarc::driver::{DevicePtr, DevicePtrMut, DeviceRepr};
 
-use super::copier::has_room;
 use super::driver::{self, Event};
 use super::late::{LateCopy, at};
 use super::options::Policy;
@@ -166,44 +165,41 @@ impl<'env> Scope<'env> {
         D: DevicePtrMut<T>,
     {
         let copier = self.copier;
-        if !has_room(src.len(), dst.len(), size_of::<T>())? {
-            return Ok(());
-        }
-        copier.be_ready()?;
-        let (address, _written) = dst.device_ptr_mut(&copier.stream);
-        copier.be_ready()?;
-        let span = Span::of(src);
-        let source = src.as_ptr().cast::<u8>();
-        let snapshot = global().snapshot();
-        let residency = snapshot.residency(span);
-        if snapshot.is_retiring(span) {
-            let copy = LateCopy {
-                source,
-                span,
-                residency,
-                dst: address,
-            };
-            let section = global().enter();
-            // SAFETY: `src` is borrowed until after this returns; `has_room`
-            // saw that the destination is long enough.
-            return unsafe { copier.copy_late(Policy::Stage, copy, section, Location::caller()) };
-        }
-        let mut copy = |offset: usize, bytes: usize| {
-            // SAFETY: `src` is borrowed until the scope has waited for the
-            // device (`mark`, `end`); the part is within it, and within the
-            // destination, which is at least as long.
-            unsafe {
-                let part = source.add(offset);
-                driver::copy_h2d(at(address, offset), part, bytes, &copier.stream)
+        let site = Location::caller();
+        copier.copy_to(dst, src.len(), |dst| {
+            let span = Span::of(src);
+            let source = src.as_ptr().cast::<u8>();
+            let snapshot = global().snapshot();
+            let residency = snapshot.residency(span);
+            if snapshot.is_retiring(span) {
+                let copy = LateCopy {
+                    source,
+                    span,
+                    residency,
+                    dst,
+                };
+                let section = global().enter();
+                // SAFETY: `src` is borrowed until after this returns; `copy_to`
+                // saw that the destination is long enough.
+                return unsafe { copier.copy_late(Policy::Stage, copy, section, site) };
             }
-        };
-        if residency == Residency::Pageable && !copier.reads_pageable_late {
-            copier.counts.pageable.add(1);
-            return copy(0, span.len());
-        }
-        copier.counts.scoped.add(1);
-        let enqueued = copier.in_parts(&snapshot, span, &mut copy);
-        enqueued.and(self.mark())
+            let mut copy = |offset: usize, bytes: usize| {
+                // SAFETY: `src` is borrowed until the scope has waited for the
+                // device (`mark`, `end`); the part is within it, and within the
+                // destination, which is at least as long.
+                unsafe {
+                    let part = source.add(offset);
+                    driver::copy_h2d(at(dst, offset), part, bytes, &copier.stream)
+                }
+            };
+            if residency == Residency::Pageable && !copier.reads_pageable_late {
+                copier.counts.pageable.add(1);
+                return copy(0, span.len());
+            }
+            copier.counts.scoped.add(1);
+            let enqueued = copier.in_parts(&snapshot, span, &mut copy);
+            enqueued.and(self.mark())
+        })
     }
 
     /// Copies all of `src` to the beginning of `dst`, in the order of the
@@ -224,33 +220,29 @@ impl<'env> Scope<'env> {
     {
         let copier = self.copier;
         let len = src.len();
-        if !has_room(len, dst.len(), size_of::<T>())? {
-            return Ok(());
-        }
-        copier.be_ready()?;
-        let (address, _read) = src.device_ptr(&copier.stream);
-        copier.be_ready()?;
-        let dst = &mut dst[..len];
-        let span = Span::of(dst);
-        let destination = dst.as_mut_ptr().cast::<u8>();
-        let snapshot = global().snapshot();
-        copier.counts.scoped.add(1);
-        if snapshot.is_retiring(span) {
-            // SAFETY: `dst` is borrowed until after this returns, and the
-            // source as long.
-            return unsafe { copier.copy_back(&snapshot, address, destination, span) };
-        }
-        let mut copy = |offset: usize, bytes: usize| {
-            // SAFETY: `dst` is borrowed until the scope has waited for the
-            // device (`mark`, `end`); the part is within it, and within the
-            // source, which is as long.
-            unsafe {
-                let part = destination.add(offset);
-                driver::copy_d2h(part, at(address, offset), bytes, &copier.stream)
+        copier.copy_from(src, len, dst.len(), |src| {
+            let dst = &mut dst[..len];
+            let span = Span::of(dst);
+            let destination = dst.as_mut_ptr().cast::<u8>();
+            let snapshot = global().snapshot();
+            copier.counts.scoped.add(1);
+            if snapshot.is_retiring(span) {
+                // SAFETY: `dst` is borrowed until after this returns, and the
+                // source as long.
+                return unsafe { copier.copy_back(&snapshot, src, destination, span) };
             }
-        };
-        let enqueued = copier.in_parts(&snapshot, span, &mut copy);
-        enqueued.and(self.mark())
+            let mut copy = |offset: usize, bytes: usize| {
+                // SAFETY: `dst` is borrowed until the scope has waited for the
+                // device (`mark`, `end`); the part is within it, and within the
+                // source, which is as long.
+                unsafe {
+                    let part = destination.add(offset);
+                    driver::copy_d2h(part, at(src, offset), bytes, &copier.stream)
+                }
+            };
+            let enqueued = copier.in_parts(&snapshot, span, &mut copy);
+            enqueued.and(self.mark())
+        })
     }
 
     /// Marks what was enqueued so far, to be waited for at the end; or waits

@@ -23,7 +23,6 @@ use std::task::{Context, Poll};
 
 use cudarc::driver::{DevicePtr, DevicePtrMut, DeviceRepr};
 
-use super::copier::has_room;
 use super::wait::Waited;
 use super::{Copier, CudaError, PinnedBuffer, driver};
 
@@ -148,25 +147,16 @@ impl Copier {
     {
         // It would never be done.
         src.lost().map_or(Ok(()), Err)?;
-        if !has_room(src.len(), dst.len(), size_of::<T>())? {
-            return Ok(());
-        }
-        self.be_ready()?;
-        let (dst_address, _written) = dst.device_ptr_mut(&self.stream);
-        self.be_ready()?;
-        self.counts.owned.add(1);
-        self.use_once(src, || {
-            // SAFETY: the buffer keeps its memory, and keeps it from being
-            // written, until this use of it is over; `has_room` saw that the
-            // destination is long enough.
-            unsafe {
-                driver::copy_h2d(
-                    dst_address,
-                    src.as_ptr().cast(),
-                    size_of_val(src.as_slice()),
-                    &self.stream,
-                )
-            }
+        self.copy_to(dst, src.len(), |dst| {
+            self.counts.owned.add(1);
+            let source = src.as_ptr().cast();
+            let bytes = size_of_val(src.as_slice());
+            self.use_once(src, || {
+                // SAFETY: the buffer keeps its memory, and keeps it from being
+                // written, until this use of it is over; `copy_to` saw that the
+                // destination is long enough.
+                unsafe { driver::copy_h2d(dst, source, bytes, &self.stream) }
+            })
         })
     }
 
@@ -178,29 +168,20 @@ impl Copier {
         // It would be written while, for all that anybody knows, it is read.
         dst.lost().map_or(Ok(()), Err)?;
         let len = src.len();
-        if !has_room(len, dst.len(), size_of::<T>())? {
-            return Ok(());
-        }
-        self.be_ready()?;
-        let (src_address, _read) = src.device_ptr(&self.stream);
-        self.be_ready()?;
-        dst.hold_back(&self.stream)?;
-        self.counts.owned.add(1);
-        let destination = dst.as_mut_ptr();
-        self.use_once(dst, || {
-            // SAFETY: the buffer keeps its memory until this use of it is over.
-            // Nobody borrows it: the caller gave it up, and the transfer that
-            // it goes to shows and returns it only then. Uses from before come
-            // first, on this stream by its order and on others because it
-            // holds back. `has_room` saw that the buffer is long enough.
-            unsafe {
-                driver::copy_d2h(
-                    destination.cast(),
-                    src_address,
-                    len * size_of::<T>(),
-                    &self.stream,
-                )
-            }
+        self.copy_from(src, len, dst.len(), |src| {
+            dst.hold_back(&self.stream)?;
+            self.counts.owned.add(1);
+            let destination = dst.as_mut_ptr().cast();
+            let bytes = len * size_of::<T>();
+            self.use_once(dst, || {
+                // SAFETY: the buffer keeps its memory until this use of it is
+                // over. Nobody borrows it: the caller gave it up, and the
+                // transfer that it goes to shows and returns it only then. Uses
+                // from before come first, on this stream by its order and on
+                // others because it holds back. `copy_from` saw that the buffer
+                // is long enough.
+                unsafe { driver::copy_d2h(destination, src, bytes, &self.stream) }
+            })
         })
     }
 

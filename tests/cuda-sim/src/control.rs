@@ -66,6 +66,7 @@ struct Functions {
     set_pageable: Symbol<extern "C" fn(u32)>,
     set_free_waits: Symbol<extern "C" fn(bool)>,
     set_torn_detection: Symbol<extern "C" fn(bool)>,
+    set_call_counts: Symbol<extern "C" fn(bool)>,
     hold: Symbol<extern "C" fn() -> u64>,
     release: Symbol<extern "C" fn(u64)>,
     fail: Symbol<unsafe extern "C" fn(*const c_char, u64, i32, bool)>,
@@ -97,6 +98,7 @@ impl Functions {
             set_pageable,
             set_free_waits,
             set_torn_detection,
+            set_call_counts,
             hold,
             release,
             fail,
@@ -260,6 +262,12 @@ impl Session {
         (self.sim.functions.set_torn_detection)(on);
     }
 
+    /// Sets whether [`calls`](Self::calls) are counted. They are; a benchmark of
+    /// small calls wants them not to be, since no real driver does so.
+    pub fn set_call_counts(&self, on: bool) {
+        (self.sim.functions.set_call_counts)(on);
+    }
+
     /// Keeps every stream from running anything, even what is waited for,
     /// until the hold is dropped. [`drain`](Self::drain) does not heed it.
     pub fn hold(&self) -> Hold {
@@ -319,7 +327,7 @@ impl Session {
     }
 
     /// How often `call` was called since the session began, failures
-    /// included.
+    /// included, unless calls are not counted.
     ///
     /// # Panics
     ///

@@ -5,7 +5,7 @@
 //! functions, whose plain parameters mean what these constants say.
 
 /// Changes with every change of an exported `cuda_sim_*` function.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 
 pub(crate) const IMMEDIATE: u32 = 0;
 pub(crate) const DELAY: u32 = 1;

@@ -356,6 +356,32 @@ fn asking_the_legacy_stream_is_refused_beside_a_blocking_capture_and_spoils_noth
     drop(bench);
 }
 
+/// The answer for a stream without a capture is given without the lock.
+#[test]
+fn asking_a_stream_tells_of_each_change_of_it() {
+    // SAFETY: an out pointer.
+    let ask = |stream: CUstream| out(|it| unsafe { sys::cuStreamIsCapturing(stream, it) });
+    let status = |stream: CUstream| ask(stream).map(|status| status as u32);
+    let bench = bench();
+    // SAFETY: an out pointer.
+    let [one, two] = [(); 2].map(|()| out(|it| unsafe { sys::cuStreamCreate(it, 1) }).unwrap());
+    let event = new_event();
+    assert_eq!((status(one), status(two)), (Ok(0), Ok(0)));
+    assert_eq!(begin(one, RELAXED), 0);
+    assert_eq!((status(one), status(two)), (Ok(1), Ok(0)));
+    assert_eq!(record(event, one), 0);
+    assert_eq!(wait_event(two, event), 0);
+    assert_eq!(status(two), Ok(1));
+    assert_eq!(end(one), Err(904));
+    assert_eq!((status(one), status(two)), (Ok(0), Ok(0)));
+    // SAFETY: the simulated driver looks any handle up.
+    assert_eq!(code(unsafe { sys::cuStreamDestroy_v2(one) }), 0);
+    assert_eq!((status(one), status(two)), (Err(400), Ok(0)));
+    assert_eq!(status(event.cast()), Err(400));
+    assert_eq!(status((two as usize + 1) as CUstream), Err(400));
+    drop(bench);
+}
+
 #[test]
 fn work_on_the_legacy_stream_spoils_the_capture_of_a_blocking_stream() {
     let bench = bench();

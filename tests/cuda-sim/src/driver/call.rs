@@ -31,7 +31,9 @@ impl Site {
         if !self.listed.load(Ordering::Relaxed) && !self.listed.swap(true, Ordering::Relaxed) {
             sites().push(self);
         }
-        self.calls.fetch_add(1, Ordering::Relaxed);
+        if COUNTING.load(Ordering::Relaxed) {
+            self.calls.fetch_add(1, Ordering::Relaxed);
+        }
         if user_object::is_destructor_thread() {
             return code::NOT_PERMITTED;
         }
@@ -58,6 +60,14 @@ pub(super) fn calls(name: &str) -> u64 {
         .filter(|site| site.name == name)
         .map(|site| site.calls.load(Ordering::Relaxed))
         .sum()
+}
+
+/// Whether calls are counted. An atomic add takes as long as all else that
+/// some calls do.
+static COUNTING: AtomicBool = AtomicBool::new(true);
+
+pub(super) fn set_counting(on: bool) {
+    COUNTING.store(on, Ordering::Relaxed);
 }
 
 /// Sets all call counts to zero.

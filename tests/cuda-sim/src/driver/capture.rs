@@ -64,7 +64,7 @@ impl State {
         if stream.role == Role::Legacy {
             return Err(code::STREAM_CAPTURE_UNSUPPORTED);
         }
-        if stream.capture.is_some() {
+        if stream.capture().is_some() {
             return Err(code::ILLEGAL_STATE);
         }
         let capture = self.new_handle();
@@ -84,14 +84,14 @@ impl State {
             },
         );
         if let Some(stream) = self.streams.get_mut(&id) {
-            stream.capture = Some(capture);
+            stream.set_capture(Some(capture));
         }
         Ok(())
     }
 
     pub(super) fn end_capture(&mut self, id: usize) -> Outcome<usize> {
         let stream = self.streams.get(&id).ok_or(code::INVALID_HANDLE)?;
-        let handle = stream.capture.ok_or(code::ILLEGAL_STATE)?;
+        let handle = stream.capture().ok_or(code::ILLEGAL_STATE)?;
         let capture = self.captures.get(&handle).ok_or(code::ILLEGAL_STATE)?;
         if capture.origin != id {
             return Err(code::STREAM_CAPTURE_UNMATCHED);
@@ -123,7 +123,7 @@ impl State {
         let capture = self.captures.remove(&handle)?;
         for stream in capture.clocks.keys() {
             if let Some(stream) = self.streams.get_mut(stream) {
-                stream.capture = None;
+                stream.set_capture(None);
             }
         }
         Some(capture)
@@ -146,7 +146,7 @@ impl State {
     /// A stream that captures is destroyed: its capture cannot be ended well,
     /// and without the stream that began it, not at all.
     pub(super) fn leave_capture(&mut self, id: usize) {
-        let Some(capture) = self.streams.get(&id).and_then(|it| it.capture) else {
+        let Some(capture) = self.streams.get(&id).and_then(|it| it.capture()) else {
             return;
         };
         self.invalidate(capture);
@@ -171,7 +171,7 @@ impl State {
         after: Vec<Point>,
     ) -> Outcome<Option<Point>> {
         self.check_implicit(id)?;
-        let Some(handle) = self.streams.get(&id).and_then(|stream| stream.capture) else {
+        let Some(handle) = self.streams.get(&id).and_then(|stream| stream.capture()) else {
             return self.enqueue(id, action, after).map(Some);
         };
         let capture = self.captures.get_mut(&handle).ok_or(code::ILLEGAL_STATE)?;
@@ -205,7 +205,7 @@ impl State {
         self.streams
             .values()
             .filter(|it| it.context == legacy.context && it.blocking)
-            .find_map(|it| it.capture)
+            .find_map(|it| it.capture())
     }
 
     /// The references that a graph owns, or one that is being captured. The
@@ -245,7 +245,7 @@ impl State {
 
     /// The clock of a capturing stream, for the record of an event.
     pub(super) fn clock(&self, id: usize) -> Outcome<Option<(usize, Clock)>> {
-        let Some(handle) = self.streams.get(&id).and_then(|stream| stream.capture) else {
+        let Some(handle) = self.streams.get(&id).and_then(|stream| stream.capture()) else {
             return Ok(None);
         };
         let capture = self.captures.get(&handle).ok_or(code::ILLEGAL_STATE)?;
@@ -257,7 +257,7 @@ impl State {
 
     /// A stream waits for an event of a capture: it joins, or falls in step.
     pub(super) fn wait_captured(&mut self, id: usize, event: usize, clock: &Clock) -> Outcome {
-        let mine = self.streams.get(&id).ok_or(code::INVALID_HANDLE)?.capture;
+        let mine = self.streams.get(&id).ok_or(code::INVALID_HANDLE)?.capture();
         if let Some(mine) = mine.filter(|mine| *mine != event) {
             self.invalidate(mine);
             self.invalidate(event);
@@ -276,7 +276,7 @@ impl State {
             // A stream that joined must be joined again, even without work.
             capture.advance(id);
             if let Some(stream) = self.streams.get_mut(&id) {
-                stream.capture = Some(event);
+                stream.set_capture(Some(event));
             }
         }
         Ok(())
@@ -291,7 +291,7 @@ impl State {
             self.submit(id, node.clone())?;
         }
         let references = graph.references.clone();
-        let capture = self.streams.get(&id).and_then(|stream| stream.capture);
+        let capture = self.streams.get(&id).and_then(|stream| stream.capture());
         match capture.and_then(|it| self.captures.get_mut(&it)) {
             Some(capture) => capture.references.extend(references),
             None if references.is_empty() => {}

@@ -92,7 +92,7 @@ impl State {
 
     pub(super) fn add_stream(&mut self, stream: Stream) -> usize {
         let handle = self.new_handle();
-        self.streams.insert(handle, stream);
+        self.streams.insert(handle, stream.known_as(handle));
         handle
     }
 
@@ -131,7 +131,9 @@ impl State {
             0 | 1 => Ok(self.context(current_handle())?.legacy),
             2 => self.per_thread_stream(),
             _ => match self.streams.get(&handle) {
-                Some(stream) if stream.role == Role::Created && !stream.destroyed => Ok(handle),
+                Some(stream) if stream.role == Role::Created && !stream.is_destroyed() => {
+                    Ok(handle)
+                }
                 _ => Err(code::INVALID_HANDLE),
             },
         }
@@ -168,7 +170,11 @@ pub(super) fn end_context(mut state: Guard, handle: usize) {
     }
     for stream in state.streams_of(handle) {
         state.leave_capture(stream);
-        if state.streams.get(&stream).is_some_and(|it| !it.destroyed) {
+        if state
+            .streams
+            .get(&stream)
+            .is_some_and(|it| !it.is_destroyed())
+        {
             state.retire_stream(stream);
         }
     }

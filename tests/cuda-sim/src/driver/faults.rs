@@ -28,10 +28,16 @@ static FAULTS: Mutex<Vec<Fault>> = Mutex::new(Vec::new());
 static ORDERED: AtomicUsize = AtomicUsize::new(0);
 
 /// What this call of `call` must do, if it is to fail.
+#[inline]
 pub(super) fn due(call: &str) -> Option<Due> {
     if ORDERED.load(Ordering::Relaxed) == 0 {
         return None;
     }
+    strike(call)
+}
+
+#[cold]
+fn strike(call: &str) -> Option<Due> {
     let mut faults = faults();
     let mut due = None;
     faults.retain_mut(|fault| {

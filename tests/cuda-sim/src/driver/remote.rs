@@ -32,6 +32,7 @@ extern "C" fn cuda_sim_reset() {
     user_object::drain();
     reset_counters();
     call::reset_calls();
+    call::set_counting(true);
 }
 
 /// Sets the timing; `nanoseconds` is the delay, if it is one.
@@ -78,6 +79,12 @@ extern "C" fn cuda_sim_set_free_waits(waits: bool) {
 #[unsafe(no_mangle)]
 extern "C" fn cuda_sim_set_torn_detection(on: bool) {
     state::lock().settings.detect_torn = on;
+}
+
+/// Sets whether calls are counted.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_sim_set_call_counts(on: bool) {
+    call::set_counting(on);
 }
 
 /// Puts a hold in force and returns its number.

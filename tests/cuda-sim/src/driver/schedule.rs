@@ -3,10 +3,11 @@
 
 use super::operation::Action;
 use super::settings::Timing;
-use super::state::{Guard, State};
+use super::state::{self, Guard, State};
 use super::{Outcome, TALLY, worker};
 use crate::{code, counters};
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, PoisonError};
 use std::time::Instant;
 
@@ -41,9 +42,11 @@ pub(super) struct Stream {
     pub(super) flags: u32,
     pub(super) priority: i32,
     /// Its handle is no more; what is queued still runs.
-    pub(super) destroyed: bool,
+    destroyed: bool,
     /// The capture it takes part in.
-    pub(super) capture: Option<usize>,
+    capture: Option<usize>,
+    /// Where others see, without the lock, whether it is quiet.
+    quiet: Option<&'static AtomicBool>,
     queue: VecDeque<Operation>,
     /// How many operations were ever enqueued, done and demanded.
     pub(super) enqueued: u64,
@@ -76,6 +79,26 @@ pub(super) enum Next {
     Retire,
 }
 
+/// How many handles have a flag, counted from the first; streams beyond are
+/// asked about under the lock.
+const FLAGS: usize = 1 << 16;
+
+static QUIET: [AtomicBool; FLAGS] = [const { AtomicBool::new(false) }; FLAGS];
+
+fn quiet_flag(handle: usize) -> Option<&'static AtomicBool> {
+    QUIET.get(state::handle_number(handle)?)
+}
+
+/// Whether the handle is that of a created stream that is alive and takes part
+/// in no capture. `false` may mean that nobody knows: the tables do.
+///
+/// Relaxed: who has seen a call return that changed it, or has made that call,
+/// sees the change, and any other thread may be told the one or the other, as
+/// with the lock.
+pub(super) fn is_quiet(handle: usize) -> bool {
+    quiet_flag(handle).is_some_and(|quiet| quiet.load(Ordering::Relaxed))
+}
+
 impl Stream {
     pub(super) fn new(context: usize, role: Role, flags: u32, priority: i32) -> Self {
         const NON_BLOCKING: u32 = 1;
@@ -87,6 +110,7 @@ impl Stream {
             priority,
             destroyed: false,
             capture: None,
+            quiet: None,
             queue: VecDeque::new(),
             enqueued: 0,
             done: 0,
@@ -97,6 +121,39 @@ impl Stream {
             work: Arc::default(),
             waiters: 0,
             progress: Arc::default(),
+        }
+    }
+
+    /// The same stream, with the handle that it got.
+    pub(super) fn known_as(mut self, handle: usize) -> Self {
+        self.quiet = quiet_flag(handle);
+        self.show_quiet();
+        self
+    }
+
+    pub(super) fn is_destroyed(&self) -> bool {
+        self.destroyed
+    }
+
+    pub(super) fn capture(&self) -> Option<usize> {
+        self.capture
+    }
+
+    pub(super) fn set_capture(&mut self, capture: Option<usize>) {
+        self.capture = capture;
+        self.show_quiet();
+    }
+
+    fn destroy(&mut self) {
+        self.destroyed = true;
+        self.show_quiet();
+    }
+
+    /// After each change of what it depends on, under the lock.
+    fn show_quiet(&self) {
+        if let Some(quiet) = self.quiet {
+            let is = self.role == Role::Created && !self.destroyed && self.capture.is_none();
+            quiet.store(is, Ordering::Relaxed);
         }
     }
 
@@ -337,7 +394,7 @@ impl State {
         let Some(stream) = self.streams.get_mut(&id) else {
             return;
         };
-        stream.destroyed = true;
+        stream.destroy();
         if stream.role == Role::Created {
             counters::take(&TALLY.live_streams, 1);
         }

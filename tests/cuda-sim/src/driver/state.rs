@@ -46,8 +46,19 @@ impl State {
     /// 1 and 2 and small invented numbers are none.
     pub(super) fn new_handle(&mut self) -> usize {
         self.handles += 1;
-        0x5100_0000_0000 + self.handles * 0x10
+        FIRST_HANDLE + self.handles * HANDLE_STEP
     }
+}
+
+const FIRST_HANDLE: usize = 0x5100_0000_0000;
+const HANDLE_STEP: usize = 0x10;
+
+/// Which handle it is, counted in the order they are given out, if it is one.
+pub(super) fn handle_number(handle: usize) -> Option<usize> {
+    let offset = handle.checked_sub(FIRST_HANDLE)?;
+    offset
+        .is_multiple_of(HANDLE_STEP)
+        .then_some(offset / HANDLE_STEP)
 }
 
 pub(super) type Guard = MutexGuard<'static, State>;

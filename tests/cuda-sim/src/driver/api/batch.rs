@@ -73,7 +73,7 @@ fn check_stream(handle: usize) -> Outcome {
         return Err(code::INVALID_VALUE);
     }
     let stream = state.stream(handle)?;
-    match state.streams.get(&stream).and_then(|it| it.capture) {
+    match state.streams.get(&stream).and_then(|it| it.capture()) {
         Some(_) => Err(code::STREAM_CAPTURE_UNSUPPORTED),
         None => Ok(()),
     }

@@ -153,7 +153,7 @@ driver_api! {
         let streams = state.streams_of(current);
         let captures: Vec<usize> = streams
             .iter()
-            .filter_map(|id| state.streams.get(id)?.capture)
+            .filter_map(|id| state.streams.get(id)?.capture())
             .collect();
         if !captures.is_empty() {
             for capture in captures {

@@ -48,7 +48,7 @@ driver_api! {
         }
         let source = state.device.span(source, bytes)?;
         let range = state.host.classify(target, bytes)?;
-        let capturing = state.streams.get(&stream).is_some_and(|it| it.capture.is_some());
+        let capturing = state.streams.get(&stream).is_some_and(|it| it.capture().is_some());
         let awaited = range.is_none() && !capturing;
         let target = Arc::new(Target {
             address: target,
@@ -137,7 +137,7 @@ pub(super) unsafe fn to_device(
     let capturing = state
         .streams
         .get(&stream)
-        .is_some_and(|it| it.capture.is_some());
+        .is_some_and(|it| it.capture().is_some());
     let pageable = state.settings.pageable;
     let staged = match staging {
         Staging::AsSet => range.is_none() && !capturing && pageable != Pageable::ReadLate,

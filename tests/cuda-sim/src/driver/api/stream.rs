@@ -6,10 +6,11 @@ use crate::driver::call::{Out, check_initialized, driver_api, enter};
 use crate::driver::capture;
 use crate::driver::event::Record;
 use crate::driver::operation::{Action, HostCall};
-use crate::driver::schedule::{Role, Stream, wait};
+use crate::driver::schedule::{Role, Stream, is_quiet, wait};
 use crate::driver::{Outcome, TALLY};
 use std::ffi::c_void;
 
+const CAPTURE_NONE: u32 = 0;
 const CAPTURE_ACTIVE: u32 = 1;
 const CAPTURE_INVALIDATED: u32 = 2;
 
@@ -61,7 +62,7 @@ driver_api! {
             Record::Never => Ok(()),
             Record::Captured { capture, clock } => state.wait_captured(stream, capture, &clock),
             Record::At(point) => {
-                let capturing = state.streams.get(&stream).and_then(|it| it.capture);
+                let capturing = state.streams.get(&stream).and_then(|it| it.capture());
                 if let Some(capture) = capturing {
                     state.invalidate(capture);
                     return Err(code::STREAM_CAPTURE_ISOLATION);
@@ -135,6 +136,10 @@ driver_api! {
     }
 
     fn cuStreamIsCapturing(stream: usize, status: Out<u32>) {
+        // A real driver does little to answer this, and copies ask it often.
+        if is_quiet(stream) {
+            return status.set(CAPTURE_NONE);
+        }
         status.set(capture_of(stream)?.status)
     }
 
@@ -207,7 +212,7 @@ fn usable(state: &mut crate::driver::state::State, handle: usize) -> Outcome<usi
     state.current()?;
     let stream = state.stream(handle)?;
     state.check_implicit(stream)?;
-    if let Some(capture) = state.streams.get(&stream).and_then(|it| it.capture) {
+    if let Some(capture) = state.streams.get(&stream).and_then(|it| it.capture()) {
         state.invalidate(capture);
         return Err(code::STREAM_CAPTURE_UNSUPPORTED);
     }
@@ -230,7 +235,7 @@ fn capture_of(handle: usize) -> Outcome<Found> {
     if state.implicit_capture(stream).is_some() {
         return Err(code::STREAM_CAPTURE_IMPLICIT);
     }
-    let Some(id) = state.streams.get(&stream).and_then(|it| it.capture) else {
+    let Some(id) = state.streams.get(&stream).and_then(|it| it.capture()) else {
         return Ok(Found::default());
     };
     Ok(match state.captures.get(&id) {
