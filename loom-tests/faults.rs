@@ -52,8 +52,10 @@ pub(crate) const FAULTS: &[Fault] = &[
         what: "a load of the published snapshot acquires nothing",
         found_by: &[
             "register_all_is_seen_whole",
+            "is_pinned_sees_a_whole_snapshot",
             "a_reader_sees_a_whole_snapshot",
             "a_registry_sees_a_whole_snapshot",
+            "is_pinned_never_goes_back",
             "a_reader_never_goes_back",
             "a_registry_never_goes_back",
             "segments_are_of_one_snapshot",
