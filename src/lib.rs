@@ -17,7 +17,6 @@ mod span;
 mod sync;
 mod tree;
 
-use snapshot::Snapshot;
 use span::Span;
 use sync::{modelled_only, process_wide};
 
@@ -132,7 +131,7 @@ pub fn unregister(ptr: *const u8) {
 #[inline]
 #[must_use]
 pub fn is_pinned(src: &[u8]) -> bool {
-    reader::ask_global(|snapshot| snapshot.is_pinned(Span::of(src)))
+    reader::is_pinned(Span::of(src))
 }
 
 /// What `src` is, as far as the process-wide registry knows. Costs what
@@ -146,12 +145,12 @@ pub fn is_pinned(src: &[u8]) -> bool {
 #[inline]
 #[must_use]
 pub fn residency(src: &[u8]) -> Residency {
-    reader::ask_global(|snapshot| snapshot.residency(Span::of(src)))
+    reader::residency(Span::of(src))
 }
 
 /// How many registrations the process-wide registry holds, from whichever
 /// interface, page-locked buffers of this crate included.
 #[must_use]
 pub fn live_count() -> usize {
-    reader::ask_global(Snapshot::len)
+    reader::live_count()
 }

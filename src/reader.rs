@@ -220,16 +220,74 @@ per_thread! {
     static KEPT: Kept = Kept(Cell::new(None));
 }
 
-/// Asks the process-wide registry through this thread's reader.
+// The questions that can be asked of the process-wide registry through this
+// thread's reader. They are all of them, and `ask_global` is private, for the
+// reason that it gives.
+
 #[inline]
-pub(crate) fn ask_global<R>(ask: impl Fn(&Snapshot) -> R) -> R {
+pub(crate) fn is_pinned(span: Span) -> bool {
+    ask_global(|snapshot| snapshot.is_pinned(span))
+}
+
+#[inline]
+pub(crate) fn residency(span: Span) -> Residency {
+    ask_global(|snapshot| snapshot.residency(span))
+}
+
+pub(crate) fn live_count() -> usize {
+    ask_global(Snapshot::len)
+}
+
+#[cfg(feature = "cuda")]
+pub(crate) fn is_retiring(span: Span) -> bool {
+    ask_global(|snapshot| snapshot.is_retiring(span))
+}
+
+#[cfg(feature = "cuda")]
+pub(crate) fn first_region(span: Span) -> Option<Region> {
+    ask_global(|snapshot| snapshot.first_region(span))
+}
+
+/// Enters a section of the process-wide registry, and then asks: the first
+/// step of a copy, which is to keep the section until the device is done.
+///
+/// The order is what makes the answer hold. To enter is a full fence; a thread
+/// that pins or unpins publishes, and makes one at the start of its grace
+/// period. Of two such fences one is first:
+///
+/// - the section's, and the grace period waits for the section, whatever the
+///   question found;
+/// - the grace period's, and the publish before it is seen by the question
+///   after the section's, though what it compares with is loaded relaxed.
+///
+/// A question before the section could find the old answer, and the grace
+/// period be over before the section begins.
+#[cfg(any(feature = "cuda", loom))]
+#[inline]
+pub(crate) fn enter_and_ask(span: Span) -> (Section<'static>, Residency) {
+    weakened!("lookup_before_section" => {
+        let answer = residency(span);
+        return (global().enter(), answer);
+    });
+    let section = global().enter();
+    let answer = residency(span);
+    (section, answer)
+}
+
+/// Asks the process-wide registry through this thread's reader.
+///
+/// `ask` must not run another lookup, which could let go of the snapshot that it
+/// is looking at: so it must not copy, log, or allocate (a global allocator may
+/// ask).
+#[inline]
+fn ask_global<R>(ask: impl Fn(&Snapshot) -> R) -> R {
     if let Ok(Some(seen)) = SEEN.try_with(Cell::get)
         && is_current(seen.registry, seen.generation)
     {
         weakened!("reader_goes_back" => { return ask(&global().before(&global().snapshot())) });
         // SAFETY: `KEPT` holds every snapshot that `SEEN` names, and lets go of
-        // none while `ask` runs: that happens only in a lookup, and at the
-        // thread's exit, and a question runs neither.
+        // none while `ask` runs: that happens only in another lookup of this
+        // thread, and at its exit. The questions above run neither.
         return ask(unsafe { seen.snapshot.get() });
     }
     ask_anew(ask)
@@ -250,32 +308,6 @@ fn ask_anew<R>(ask: impl Fn(&Snapshot) -> R) -> R {
     answer.unwrap_or_else(|_| ask_past_the_reader(ask))
 }
 
-/// Enters a section of the process-wide registry, and then asks: the first
-/// step of a copy, which is to keep the section until the device is done.
-///
-/// The order is what makes the answer hold. To enter is a full fence; a thread
-/// that pins or unpins publishes, and makes one at the start of its grace
-/// period. Of two such fences one is first:
-///
-/// - the section's, and the grace period waits for the section, whatever the
-///   question found;
-/// - the grace period's, and the publish before it is seen by the question
-///   after the section's, though what it compares with is loaded relaxed.
-///
-/// A question before the section could find the old answer, and the grace
-/// period be over before the section begins.
-#[cfg(any(feature = "cuda", loom))]
-#[inline]
-pub(crate) fn enter_and_ask<R>(ask: impl Fn(&Snapshot) -> R) -> (Section<'static>, R) {
-    weakened!("lookup_before_section" => {
-        let answer = ask_global(&ask);
-        return (global().enter(), answer);
-    });
-    let section = global().enter();
-    let answer = ask_global(ask);
-    (section, answer)
-}
-
 /// A lookup from a thread-local destructor that runs after the reader is gone
 /// loads the published snapshot, which is slower and just as right.
 #[cold]
@@ -288,7 +320,7 @@ fn ask_past_the_reader<R>(ask: impl Fn(&Snapshot) -> R) -> R {
 modelled_only! {
     /// What a checked copy does first.
     pub fn enter_and_ask_residency(bytes: &[u8]) -> (Section<'static>, Residency) {
-        enter_and_ask(|snapshot| snapshot.residency(Span::of(bytes)))
+        enter_and_ask(Span::of(bytes))
     }
 
     /// Runs `run` on this thread once its reader is gone.

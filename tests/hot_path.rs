@@ -137,6 +137,7 @@ fn a_lookup_by_a_registry_neither_allocates_nor_frees() {
             ask(&buffer, |bytes| registry.is_pinned(bytes));
             ask(&buffer, |bytes| registry.residency(bytes));
             ask(&buffer, |bytes| registry.region_containing(bytes));
+            ask(&buffer, |bytes| registry.is_retiring(bytes));
             ask(&buffer, |bytes| registry.segments(bytes).take(100).count());
             black_box(registry.regions().count());
             black_box(registry.live_count());

@@ -142,7 +142,7 @@ fn copy_of<T>(slice: &[T]) -> Box<[MaybeUninit<T>]> {
     for _ in 0..64 {
         let mut copy = Box::new_uninit_slice(slice.len());
         let span = Span::of(&copy);
-        if reader::ask_global(|snapshot| snapshot.is_retiring(span)) {
+        if reader::is_retiring(span) {
             retiring.push(copy);
             continue;
         }
@@ -162,7 +162,7 @@ fn copy_of<T>(slice: &[T]) -> Box<[MaybeUninit<T>]> {
 
 fn is_pageable<T>(slice: &[T]) -> bool {
     let span = Span::of(slice);
-    reader::ask_global(|snapshot| snapshot.residency(span)) == Residency::Pageable
+    reader::residency(span) == Residency::Pageable
 }
 
 impl<T: DeviceRepr> HostSlice<T> for Checked<'_, T> {

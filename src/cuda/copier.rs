@@ -194,7 +194,7 @@ impl Copier {
         site: &Location<'static>,
     ) -> Result<(), CudaError> {
         // From before the question until the device is done with the source.
-        let (section, residency) = reader::enter_and_ask(|snapshot| snapshot.residency(span));
+        let (section, residency) = reader::enter_and_ask(span);
 
         if residency == Residency::Pageable && !self.reads_pageable_late {
             self.counts.pageable.add(1);

@@ -192,7 +192,7 @@ impl<B: HostMemory> Parts<B> {
         };
         // Before anything is page-locked. Each chunk is looked at again in the
         // step that registers it.
-        let registered = reader::ask_global(|snapshot| snapshot.first_region(Span::of(bytes)));
+        let registered = reader::first_region(Span::of(bytes));
         if let Some(registered) = registered {
             return Err(overlaps(registered));
         }

@@ -39,7 +39,7 @@ pub(super) const BULK: usize = if cfg!(loom) { 2 } else { 32 };
 
 /// A node with fewer items is put together with one beside it, if that leaves
 /// room to add more.
-pub(super) const SPARSE: usize = WIDTH / 4;
+pub(super) const SPARSE: usize = if cfg!(loom) { 1 } else { 16 };
 
 // In this order, the counts lie on a cache line with the first starts.
 #[derive(Debug)]
@@ -134,7 +134,7 @@ impl Node {
     /// a lookup in a million regions.
     #[inline]
     pub(super) fn prefetch(&self) {
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(all(target_arch = "x86_64", not(loom)))]
         {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
             const IN_A_LINE: usize = 64 / size_of::<usize>();
