@@ -71,14 +71,17 @@ impl Ucx {
                 _library: library,
             }
         };
+        // The first lookup of the process makes the cache; what is noted
+        // before it is lost.
+        this.contains(Bounds { start: 0, end: 1 });
         for &region in regions {
             this.insert(region);
         }
-        let first = regions.first().copied();
-        if first.is_some_and(|first| !this.contains(first)) {
-            return Err(NoUcx::NoCache);
+        if regions.iter().all(|&region| this.contains(region)) {
+            Ok(this)
+        } else {
+            Err(NoUcx::NoCache)
         }
-        Ok(this)
     }
 
     #[inline]
