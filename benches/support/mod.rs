@@ -1,5 +1,6 @@
 //! What the benches share.
 
+pub(crate) mod publish;
 pub(crate) mod results;
 pub(crate) mod workload;
 
