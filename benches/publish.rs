@@ -13,7 +13,7 @@ mod support;
 
 use std::hint::black_box;
 
-use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use criterion::{BatchSize, BenchmarkId, Criterion, criterion_group, criterion_main};
 use pinned_hosts::Registry;
 
 use rivals::region;

@@ -16,7 +16,7 @@ use support::publish::add_and_take_away;
 const PARKED: usize = 64;
 
 fn one(c: &mut Criterion) {
-    add_and_take_away(c, "publish/parked", &[3, 64, 1_000], PARKED);
+    add_and_take_away(c, "publish/parked", &[3, 64], PARKED);
 }
 
 criterion_group! {

@@ -43,11 +43,11 @@ struct Effort {
 
 impl Effort {
     fn asked_for() -> Self {
-        let asked = |option| env::args().any(|argument| argument == option);
         // `cargo bench` passes `--bench`, `cargo test --benches` does not.
-        let (rounds, stint) = match (asked("--bench"), asked("--quick")) {
+        let is_bench = env::args().any(|argument| argument == "--bench");
+        let (rounds, stint) = match (is_bench, support::is_quick()) {
             (true, false) => (15, 60),
-            (true, true) => (3, 25),
+            (true, true) => (3, 20),
             (false, _) => (1, 1),
         };
         Self {

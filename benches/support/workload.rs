@@ -138,7 +138,7 @@ impl<'a> Workload<'a> {
         let mut ask = contestant.asker();
         for case in [Case::Hit, Case::MissNear, Case::MissFar, Case::Across] {
             let expected = matches!(case, Case::Hit);
-            for slice in self.slices(case) {
+            for slice in self.slices(case).into_iter().take(LOOKUPS) {
                 let answer = ask(slice);
                 assert_eq!(
                     answer,
