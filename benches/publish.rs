@@ -8,7 +8,7 @@
 
 #[allow(dead_code, unused_imports, reason = "each bench uses a part")]
 mod rivals;
-#[allow(dead_code, reason = "each bench uses a part")]
+#[allow(dead_code, unused_imports, reason = "each bench uses a part")]
 mod support;
 
 use std::hint::black_box;

@@ -6,7 +6,7 @@
 
 #[allow(dead_code, unused_imports, reason = "each bench uses a part")]
 mod rivals;
-#[allow(dead_code, reason = "each bench uses a part")]
+#[allow(dead_code, unused_imports, reason = "each bench uses a part")]
 mod support;
 
 use criterion::{Criterion, criterion_group, criterion_main};

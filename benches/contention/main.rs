@@ -9,7 +9,7 @@
 #[allow(dead_code, unused_imports, reason = "each bench uses a part")]
 mod rivals;
 #[path = "../support/mod.rs"]
-#[allow(dead_code, reason = "each bench uses a part")]
+#[allow(dead_code, unused_imports, reason = "each bench uses a part")]
 mod support;
 
 mod lane;
