@@ -13,6 +13,19 @@ use crate::tables::{in_order, rate_name, size, time};
 const PICTURE: (u32, u32) = (900, 480);
 const LEGEND_WIDTH: u32 = 190;
 const LEGEND_LINE: i32 = 20;
+/// Of the lines that have no colour of their own; all dark enough for a thin
+/// line on white.
+const COLOURS: [RGBColor; 9] = [
+    RGBColor(31, 119, 180),
+    RGBColor(44, 130, 44),
+    RGBColor(148, 103, 189),
+    RGBColor(140, 86, 75),
+    RGBColor(227, 100, 180),
+    RGBColor(110, 110, 110),
+    RGBColor(170, 150, 20),
+    RGBColor(20, 170, 190),
+    RGBColor(230, 120, 20),
+];
 const FONT: &str = "sans-serif";
 
 /// One line for each contestant, over the same columns.
@@ -193,7 +206,7 @@ impl Line {
             "Reader" | "Registry" => RED.mix(0.4).stroke_width(2),
             "floor" => BLACK.stroke_width(2),
             "empty loop" => BLACK.mix(0.3).stroke_width(1),
-            _ => Palette99::pick(place).stroke_width(1),
+            _ => COLOURS[place % COLOURS.len()].stroke_width(1),
         }
     }
 }

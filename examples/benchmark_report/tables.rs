@@ -136,6 +136,9 @@ fn add_row(table: &mut String, first: &str, cells: impl Iterator<Item = String>)
 }
 
 fn ratio(ratio: f64) -> String {
+    if ratio < 0.001 {
+        return "< 0.001 ×".to_owned();
+    }
     let decimals = match ratio {
         ..0.1 => 3,
         ..1.0 => 2,
@@ -206,5 +209,6 @@ mod tests {
         assert_eq!(time(-3.25), "-3.2 ns");
         assert_eq!(ratio(0.0512), "0.051 ×");
         assert_eq!(ratio(17.3), "17 ×");
+        assert_eq!(ratio(0.000_01), "< 0.001 ×");
     }
 }
