@@ -1,22 +1,23 @@
 //! What the bench `contention` writes, and where, for the report to read.
 
 use std::env;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 /// The file's name, in [`directory`].
 pub(crate) const CONTENTION: &str = "contention.json";
 
-/// Where criterion writes its results.
+/// Where criterion writes its results: beside the folder that a bench or an
+/// example was built in.
 pub(crate) fn directory() -> PathBuf {
     if let Some(home) = env::var_os("CRITERION_HOME") {
         return home.into();
     }
-    let target = match env::var_os("CARGO_TARGET_DIR") {
-        Some(target) => target.into(),
-        None => PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("target"),
-    };
+    // The program is in `release/deps` or `release/examples` of the target
+    // directory.
+    let program = env::current_exe().unwrap_or_default();
+    let target = program.ancestors().nth(3).unwrap_or(Path::new("target"));
     target.join("criterion")
 }
 

@@ -183,12 +183,23 @@ fn register_all(measured: &Measured) -> Result<Goal, ReportError> {
 
 fn checked_copy(measured: &Measured) -> Result<Goal, ReportError> {
     const BYTES: usize = 64;
-    let unchecked = measured.cost(PAGEABLE_COPY, "unchecked", BYTES)?;
-    let more = measured.cost(PAGEABLE_COPY, "checked", BYTES)? - unchecked;
+    // By turns if it was measured so: the difference is small beside the call.
+    let (more, figure) = match measured.check(BYTES) {
+        Some(check) => {
+            let (more, own) = (check.difference, time(check.own));
+            let figure = format!("{} more, {own} of it without the driver's", time(more));
+            (more, figure)
+        }
+        None => {
+            let unchecked = measured.cost(PAGEABLE_COPY, "unchecked", BYTES)?;
+            let more = measured.cost(PAGEABLE_COPY, "checked", BYTES)? - unchecked;
+            (more, format!("{} more", time(more)))
+        }
+    };
     Ok(Goal {
         what: "a checked copy call from pageable memory, over the unchecked one",
         wanted: "≤ 30 ns more",
-        measured: format!("{} more", time(more)),
+        measured: figure,
         met: more <= 30.0,
     })
 }

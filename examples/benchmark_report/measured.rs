@@ -14,8 +14,23 @@ use crate::results::{CONTENTION, Contention, Publishing, Rate, Sharing};
 /// All results of one run.
 pub(crate) struct Measured {
     cells: Cells,
+    checks: Vec<Check>,
     pub(crate) contention: Contention,
 }
+
+/// What a checked copy call costs over an unchecked one, measured by turns.
+/// `copy_path` writes one for each size.
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub(crate) struct Check {
+    pub(crate) bytes: usize,
+    #[serde(rename = "difference_ns")]
+    pub(crate) difference: f64,
+    /// Without what it asks the driver.
+    #[serde(rename = "own_ns")]
+    pub(crate) own: f64,
+}
+
+const CHECKS: &str = "copy_path_overhead.json";
 
 /// Nanoseconds for one operation, by group, contestant and size.
 type Cells = BTreeMap<(String, String, usize), f64>;
@@ -52,8 +67,14 @@ impl Measured {
                 what: CONTENTION.to_owned(),
             });
         }
+        let checks = directory.join(CHECKS);
         Ok(Self {
             cells,
+            checks: if checks.is_file() {
+                json(&checks)?
+            } else {
+                Vec::new()
+            },
             contention: json(&contention)?,
         })
     }
@@ -76,6 +97,12 @@ impl Measured {
     pub(crate) fn optional(&self, group: Group, contestant: &str, n: usize) -> Option<f64> {
         let key = (group.name.to_owned(), contestant.to_owned(), n);
         self.cells.get(&key).copied()
+    }
+
+    /// What a checked copy call of so many bytes adds, if it was measured by
+    /// turns.
+    pub(crate) fn check(&self, bytes: usize) -> Option<Check> {
+        self.checks.iter().copied().find(|it| it.bytes == bytes)
     }
 
     /// Who takes part in a group, the fastest at the smallest size first.
@@ -197,6 +224,7 @@ pub(crate) mod tests {
         });
         Measured {
             cells: cells.collect(),
+            checks: Vec::new(),
             contention: Contention {
                 machine: Machine {
                     processor: "a processor".to_owned(),
@@ -237,10 +265,16 @@ pub(crate) mod tests {
             r#"{"mean":{"point_estimate":1.0},"median":{"point_estimate":2048.0}}"#,
         );
         write(&home.path().join(CONTENTION), CONTENTION_JSON);
+        write(
+            &home.path().join(CHECKS),
+            r#"[{"bytes":64,"difference_ns":40.0,"own_ns":10.0}]"#,
+        );
         let measured = Measured::read(home.path()).expect("results");
         assert_eq!(measured.cost(HIT, "floor", 3).expect("measured"), 2.0);
         let beside = measured.beside("floor", Rate::PerSecond(100));
         assert_eq!(beside.expect("measured").p999, 3.0);
+        assert_eq!(measured.check(64).expect("measured").own, 10.0);
+        assert!(measured.check(65).is_none());
     }
 
     #[test]
