@@ -1,97 +1,58 @@
-//! What it costs to register one region and take it away again, by how many
-//! regions there are already.
+//! What it costs to add one region and to take it away again, by how many
+//! regions there are already, and to add many at once. No other thread is
+//! there.
 //!
-//! A publish rebuilds the snapshot, so its cost grows with the number of
-//! regions; the rivals change a vector or a tree in place, behind a lock that
-//! every reader pays for. Registering happens when memory is allocated,
-//! looking up on every copy.
+//! This crate publishes a new set each time; most rivals change one in place,
+//! behind a lock or with a search that every lookup pays for. Registering
+//! happens when memory is page-locked, looking up on every copy.
 
-use std::collections::BTreeMap;
+#[allow(dead_code, unused_imports, reason = "each bench uses a part")]
+mod rivals;
+#[allow(dead_code, unused_imports, reason = "each bench uses a part")]
+mod support;
+
 use std::hint::black_box;
-use std::sync::{Mutex, PoisonError, RwLock};
 
-use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use pinned_hosts::{Region, Registry};
+use criterion::{BatchSize, BenchmarkId, Criterion, criterion_group, criterion_main};
+use pinned_hosts::Registry;
 
-const REGION_BYTES: usize = 64;
+use rivals::region;
+use support::publish::add_and_take_away;
+use support::workload::Arena;
 
-/// `n` regions with a gap before each, and one more in the middle that comes
-/// and goes.
-fn regions(n: usize) -> (Vec<Region>, Region) {
-    let region = |k: usize| {
-        let base = std::ptr::without_provenance((2 * k + 1) * REGION_BYTES);
-        Region::new(base, REGION_BYTES).expect("neither null nor wrapping")
-    };
-    let middle = n / 2;
-    let standing = (0..=n).filter(|&k| k != middle).map(region).collect();
-    (standing, region(middle))
+fn one(c: &mut Criterion) {
+    let sizes = [3, 64, 1_000, 64_000, 1_000_000];
+    add_and_take_away(c, "publish/alone", &sizes, 0);
 }
 
-fn bounds(region: Region) -> (usize, usize) {
-    (region.base().addr(), region.end().addr())
-}
-
-fn register_and_unregister(c: &mut Criterion) {
-    let mut group = c.benchmark_group("publish/register+unregister");
-    for n in [3, 64, 1_000, 64_000] {
-        let (standing, changing) = regions(n);
-
-        let registry = Registry::new();
-        registry.register_all(standing.iter().copied());
-        group.bench_function(BenchmarkId::new("Registry", n), |b| {
-            b.iter(|| {
-                let id = registry.register(black_box(changing));
-                registry.unregister(id)
-            });
-        });
-
-        let sorted: Vec<_> = standing.iter().copied().map(bounds).collect();
-        let changing = bounds(changing);
-        let rw_lock = RwLock::new(sorted.clone());
-        group.bench_function(BenchmarkId::new("RwLock<Vec>", n), |b| {
-            b.iter(|| {
-                let changing = black_box(changing);
-                let mut bounds = rw_lock.write().unwrap_or_else(PoisonError::into_inner);
-                let at = bounds.partition_point(|&b| b < changing);
-                bounds.insert(at, changing);
-                drop(bounds);
-                let mut bounds = rw_lock.write().unwrap_or_else(PoisonError::into_inner);
-                bounds.binary_search(&changing).map(|at| bounds.remove(at))
-            });
-        });
-
-        let tree = Mutex::new(sorted.iter().copied().collect::<BTreeMap<_, _>>());
-        group.bench_function(BenchmarkId::new("Mutex<BTreeMap>", n), |b| {
-            b.iter(|| {
-                let (start, end) = black_box(changing);
-                let mut bounds = tree.lock().unwrap_or_else(PoisonError::into_inner);
-                bounds.insert(start, end);
-                drop(bounds);
-                let mut bounds = tree.lock().unwrap_or_else(PoisonError::into_inner);
-                bounds.remove(&start)
-            });
-        });
-    }
-    group.finish();
-}
-
-fn register_all(c: &mut Criterion) {
+/// All regions at once, into a registry that has none.
+fn many(c: &mut Criterion) {
+    let sizes = [1_000, 64_000, 1_000_000];
+    let arena = Arena::new(sizes[sizes.len() - 1]);
     let mut group = c.benchmark_group("publish/register_all");
-    for n in [1_000, 64_000] {
-        let (standing, _) = regions(n);
-        group.throughput(Throughput::Elements(n as u64));
+    for n in sizes {
+        let workload = arena.workload(n);
         group.bench_function(BenchmarkId::new("Registry", n), |b| {
-            b.iter(|| {
-                let registry = Registry::new();
-                registry.register_all(black_box(&standing).iter().copied())
-            });
+            b.iter_batched(
+                Registry::new,
+                |registry| {
+                    let regions = black_box(workload.regions());
+                    registry.register_all(regions.iter().copied().map(region));
+                    registry
+                },
+                BatchSize::PerIteration,
+            );
         });
         group.bench_function(BenchmarkId::new("Vec sort", n), |b| {
-            b.iter(|| {
-                let mut sorted: Vec<_> = black_box(&standing).iter().copied().map(bounds).collect();
-                sorted.sort_unstable();
-                sorted
-            });
+            b.iter_batched(
+                || (),
+                |()| {
+                    let mut regions = black_box(workload.regions()).to_vec();
+                    regions.sort_unstable();
+                    regions
+                },
+                BatchSize::PerIteration,
+            );
         });
     }
     group.finish();
@@ -99,10 +60,7 @@ fn register_all(c: &mut Criterion) {
 
 criterion_group! {
     name = benches;
-    config = Criterion::default()
-        .sample_size(20)
-        .warm_up_time(std::time::Duration::from_millis(200))
-        .measurement_time(std::time::Duration::from_millis(800));
-    targets = register_and_unregister, register_all
+    config = support::criterion();
+    targets = one, many
 }
 criterion_main!(benches);

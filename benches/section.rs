@@ -1,6 +1,9 @@
 //! What a copy pays to run in a read-side section, and what it costs to wait
 //! for a grace period while other threads sit idle, or copy.
 
+#[path = "support/config.rs"]
+mod support;
+
 use std::hint::black_box;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -115,10 +118,7 @@ fn grace_period(c: &mut Criterion) {
 
 criterion_group! {
     name = benches;
-    config = Criterion::default()
-        .sample_size(20)
-        .warm_up_time(std::time::Duration::from_millis(200))
-        .measurement_time(std::time::Duration::from_millis(800));
+    config = support::criterion();
     targets = enter, grace_period
 }
 criterion_main!(benches);

@@ -1,0 +1,340 @@
+//! The project's goals. Each is a ratio or a difference of contestants of one
+//! run on one machine.
+
+use std::fmt::Write as _;
+
+use crate::error::ReportError;
+use crate::measured::{ALONE, Group, HIT, MISS_FAR, Measured, PAGEABLE_COPY, PARKED, REGISTER_ALL};
+use crate::results::Rate;
+use crate::tables::{size, time};
+
+/// The floors that a lookup among many regions is held against.
+const STATIC_SEARCHES: [&str; 3] = ["floor", "floor, Eytzinger", "floor, B+ tree"];
+/// "Unchanged", in a world with noise.
+const UNCHANGED: f64 = 1.1;
+
+/// One goal, and what became of it.
+#[derive(Debug)]
+pub(crate) struct Goal {
+    what: &'static str,
+    wanted: &'static str,
+    measured: String,
+    met: bool,
+}
+
+/// All goals, numbered, as a table.
+pub(crate) fn table(measured: &Measured) -> Result<String, ReportError> {
+    let goals = [
+        few_regions(measured)?,
+        more_regions(measured)?,
+        many_regions(measured)?,
+        far_miss(measured)?,
+        threads(measured)?,
+        beside_a_writer(measured)?,
+        publish(measured)?,
+        publish_growth(measured)?,
+        register_all(measured)?,
+        checked_copy(measured)?,
+    ];
+    let mut table = String::from("| | goal | wanted | measured | |\n|---|---|---|---|---|\n");
+    for (number, goal) in (1..).zip(goals) {
+        let met = if goal.met { "met" } else { "**missed**" };
+        let Goal {
+            what,
+            wanted,
+            measured,
+            ..
+        } = goal;
+        // Writing to a `String` cannot fail.
+        let _ = writeln!(
+            table,
+            "| {number} | {what} | {wanted} | {measured} | {met} |"
+        );
+    }
+    Ok(table)
+}
+
+fn few_regions(measured: &Measured) -> Result<Goal, ReportError> {
+    let sizes = [1, 3, 8, 16];
+    let floor = worst_ratio(measured, HIT, "is_pinned", "floor", &sizes)?;
+    let counted = worst_ratio(measured, HIT, "is_pinned", "floor, counted", &sizes)?;
+    let lock = worst_ratio(measured, HIT, "is_pinned", "RwLock<Vec>", &sizes)?;
+    let faster = 1.0 / lock.figure;
+    Ok(Goal {
+        what: "a hit among 1 to 16 regions, against the floor and `RwLock<Vec>`",
+        wanted: "≤ 1.3 ×; ≥ 5 × faster",
+        measured: format!(
+            "{floor} (the counted floor: {counted}); {faster:.1} × faster (n = {})",
+            size(lock.n)
+        ),
+        met: floor.figure <= 1.3 && faster >= 5.0,
+    })
+}
+
+fn more_regions(measured: &Measured) -> Result<Goal, ReportError> {
+    let floor = worst_ratio(measured, HIT, "is_pinned", "floor", &[64, 1_000])?;
+    Ok(Goal {
+        what: "a hit among 64 and 1,000, against the floor",
+        wanted: "≤ 1.2 ×",
+        measured: floor.to_string(),
+        met: floor.figure <= 1.2,
+    })
+}
+
+fn many_regions(measured: &Measured) -> Result<Goal, ReportError> {
+    let sizes = [64_000, 1_000_000];
+    let best = worst(&sizes, |n| {
+        let mut best = f64::INFINITY;
+        for search in STATIC_SEARCHES {
+            best = best.min(measured.cost(HIT, search, n)?);
+        }
+        Ok(measured.cost(HIT, "is_pinned", n)? / best)
+    })?;
+    let takes_part = sizes
+        .iter()
+        .all(|&n| measured.optional(HIT, "UCX", n).is_some());
+    let (ucx, slower_than_ucx) = if takes_part {
+        let ratio = worst_ratio(measured, HIT, "is_pinned", "UCX", &sizes)?;
+        (ratio.to_string(), ratio.figure >= 1.0)
+    } else {
+        ("not installed".to_owned(), false)
+    };
+    Ok(Goal {
+        what: "a hit among 64,000 and 1,000,000, against the best static search and UCX",
+        wanted: "≤ 1.1 ×; < 1 ×",
+        measured: format!("{best}; {ucx}"),
+        met: best.figure <= 1.1 && !slower_than_ucx,
+    })
+}
+
+fn far_miss(measured: &Measured) -> Result<Goal, ReportError> {
+    let more = worst(&measured.sizes(MISS_FAR), |n| {
+        let empty = measured.cost(MISS_FAR, "empty loop", n)?;
+        Ok(measured.cost(MISS_FAR, "is_pinned", n)? - empty)
+    })?;
+    Ok(Goal {
+        what: "a miss far from all regions, over an empty loop",
+        wanted: "≤ 1.5 ns more",
+        measured: format!("{} more (n = {})", time(more.figure), size(more.n)),
+        met: more.figure <= 1.5,
+    })
+}
+
+fn threads(measured: &Measured) -> Result<Goal, ReportError> {
+    let cores = measured.contention.machine.cores;
+    let slowdown = |contestant| -> Result<f64, ReportError> {
+        Ok(measured.shared(contestant, cores)? / measured.shared(contestant, 1)?)
+    };
+    let (ours, floor) = (slowdown("is_pinned")?, slowdown("floor")?);
+    Ok(Goal {
+        what: "each of as many threads as cores, against one thread alone",
+        wanted: "≤ 1.1 ×, or 1.1 × the floor's own",
+        measured: format!("{ours:.2} × on {cores} threads (the floor: {floor:.2} ×)"),
+        met: ours <= 1.1 * floor.max(1.0),
+    })
+}
+
+fn beside_a_writer(measured: &Measured) -> Result<Goal, ReportError> {
+    let busy = Rate::PerSecond(10_000);
+    let ours = measured.beside("is_pinned", busy)?;
+    let median = ours.median / measured.beside("is_pinned", Rate::Never)?.median;
+    let late = ours.p999 / measured.beside("floor", busy)?.p999;
+    Ok(Goal {
+        what: "a reader beside 10,000 publishes a second: its median, against none; \
+               its 99.9 %, against the floor's",
+        wanted: "unchanged (≤ 1.1 ×); ≤ 3 ×",
+        measured: format!("{median:.2} ×; {late:.2} ×"),
+        met: median <= UNCHANGED && late <= 3.0,
+    })
+}
+
+fn publish(measured: &Measured) -> Result<Goal, ReportError> {
+    let alone = measured.cost(ALONE, "is_pinned", 3)?;
+    let parked = measured.cost(PARKED, "is_pinned", 3)?;
+    Ok(Goal {
+        what: "one publish among 3 regions, alone and beside 64 parked threads",
+        wanted: "≤ 0.5 µs; ≤ 2 µs",
+        measured: format!("{}; {}", time(alone), time(parked)),
+        met: alone <= 500.0 && parked <= 2_000.0,
+    })
+}
+
+fn publish_growth(measured: &Measured) -> Result<Goal, ReportError> {
+    let three = measured.cost(ALONE, "is_pinned", 3)?;
+    let times = |n| Ok(measured.cost(ALONE, "is_pinned", n)? / three);
+    let (many, most): (f64, f64) = (times(64_000)?, times(1_000_000)?);
+    Ok(Goal {
+        what: "one publish among 64,000 and 1,000,000, against one among 3",
+        wanted: "≤ 20 ×; ≤ 60 ×",
+        measured: format!("{many:.0} ×; {most:.0} ×"),
+        met: many <= 20.0 && most <= 60.0,
+    })
+}
+
+fn register_all(measured: &Measured) -> Result<Goal, ReportError> {
+    let cost = measured.cost(REGISTER_ALL, "Registry", 1_000_000)?;
+    Ok(Goal {
+        what: "`register_all` of 1,000,000",
+        wanted: "≤ 0.3 s",
+        measured: time(cost),
+        met: cost <= 0.3e9,
+    })
+}
+
+fn checked_copy(measured: &Measured) -> Result<Goal, ReportError> {
+    const BYTES: usize = 64;
+    // By turns if it was measured so: the difference is small beside the call.
+    let (more, figure) = match measured.check(BYTES) {
+        Some(check) => {
+            let (more, own) = (check.difference, time(check.own));
+            let figure = format!("{} more, {own} of it without the driver's", time(more));
+            (more, figure)
+        }
+        None => {
+            let unchecked = measured.cost(PAGEABLE_COPY, "unchecked", BYTES)?;
+            let more = measured.cost(PAGEABLE_COPY, "checked", BYTES)? - unchecked;
+            (more, format!("{} more", time(more)))
+        }
+    };
+    Ok(Goal {
+        what: "a checked copy call from pageable memory, over the unchecked one",
+        wanted: "≤ 30 ns more",
+        measured: figure,
+        met: more <= 30.0,
+    })
+}
+
+/// The largest of some figures, and the size it was found at.
+struct Worst {
+    figure: f64,
+    n: usize,
+}
+
+impl std::fmt::Display for Worst {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:.2} × (n = {})", self.figure, size(self.n))
+    }
+}
+
+fn worst(
+    sizes: &[usize],
+    figure: impl Fn(usize) -> Result<f64, ReportError>,
+) -> Result<Worst, ReportError> {
+    let mut worst = Worst {
+        figure: f64::NEG_INFINITY,
+        n: 0,
+    };
+    for &n in sizes {
+        let figure = figure(n)?;
+        if figure > worst.figure {
+            worst = Worst { figure, n };
+        }
+    }
+    Ok(worst)
+}
+
+fn worst_ratio(
+    measured: &Measured,
+    group: Group,
+    ours: &str,
+    theirs: &str,
+    sizes: &[usize],
+) -> Result<Worst, ReportError> {
+    worst(sizes, |n| {
+        Ok(measured.cost(group, ours, n)? / measured.cost(group, theirs, n)?)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::measured::tests::measured;
+
+    /// Hits among few regions, where one size is slower than the others.
+    fn few(slowest: f64) -> Measured {
+        let mut cells = Vec::new();
+        for n in [1, 3, 8, 16] {
+            let ours = if n == 8 { slowest } else { 10.0 };
+            cells.push((HIT, "is_pinned", n, ours));
+            cells.push((HIT, "floor", n, 10.0));
+            cells.push((HIT, "floor, counted", n, 10.0));
+            cells.push((HIT, "RwLock<Vec>", n, 65.0));
+        }
+        measured(&cells)
+    }
+
+    #[test]
+    fn the_worst_size_decides() {
+        assert!(few_regions(&few(13.0)).expect("all is there").met);
+        let missed = few_regions(&few(13.1)).expect("all is there");
+        assert!(!missed.met);
+        assert!(missed.measured.contains("n = 8"), "{}", missed.measured);
+    }
+
+    #[test]
+    fn many_regions_are_held_against_the_best_static_search() {
+        let cells = |ours| {
+            let mut cells = Vec::new();
+            for n in [64_000, 1_000_000] {
+                cells.push((HIT, "is_pinned", n, ours));
+                cells.push((HIT, "floor", n, 200.0));
+                cells.push((HIT, "floor, Eytzinger", n, 60.0));
+                cells.push((HIT, "floor, B+ tree", n, 50.0));
+            }
+            measured(&cells)
+        };
+        assert!(many_regions(&cells(55.0)).expect("all is there").met);
+        let missed = many_regions(&cells(56.0)).expect("all is there");
+        assert!(!missed.met);
+        assert!(missed.measured.contains("not installed"));
+    }
+
+    #[test]
+    fn who_is_slower_than_ucx_misses_the_goal() {
+        let mut cells = Vec::new();
+        for n in [64_000, 1_000_000] {
+            for contestant in ["is_pinned", "floor", "floor, Eytzinger", "floor, B+ tree"] {
+                cells.push((HIT, contestant, n, 50.0));
+            }
+            cells.push((HIT, "UCX", n, 40.0));
+        }
+        assert!(!many_regions(&measured(&cells)).expect("all is there").met);
+    }
+
+    #[test]
+    fn a_far_miss_may_cost_a_nanosecond_and_a_half() {
+        let with = |ours| {
+            measured(&[
+                (MISS_FAR, "empty loop", 3, 0.5),
+                (MISS_FAR, "is_pinned", 3, ours),
+            ])
+        };
+        assert!(far_miss(&with(2.0)).expect("all is there").met);
+        assert!(!far_miss(&with(2.1)).expect("all is there").met);
+    }
+
+    #[test]
+    fn growth_is_held_against_the_smallest_set() {
+        let with = |most| {
+            measured(&[
+                (ALONE, "is_pinned", 3, 100.0),
+                (ALONE, "is_pinned", 64_000, 2_000.0),
+                (ALONE, "is_pinned", 1_000_000, most),
+            ])
+        };
+        assert!(publish_growth(&with(6_000.0)).expect("all is there").met);
+        assert!(!publish_growth(&with(6_001.0)).expect("all is there").met);
+    }
+
+    #[test]
+    fn a_missing_bench_is_named() {
+        let error = table(&measured(&[])).expect_err("nothing was measured");
+        assert!(matches!(
+            error,
+            ReportError::NotMeasured {
+                bench: "lookup",
+                ..
+            }
+        ));
+    }
+}
