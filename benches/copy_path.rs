@@ -8,6 +8,9 @@
 //! The first table tells the two apart. Other programs that run beside it make
 //! all of it up to twice as slow.
 
+#[path = "support/config.rs"]
+mod support;
+
 use std::env;
 use std::error::Error;
 use std::fs;
@@ -15,7 +18,7 @@ use std::hint::black_box;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use comfy_table::Table;
 use criterion::{BenchmarkId, Criterion, criterion_group};
@@ -323,10 +326,7 @@ fn copies(c: &mut Criterion) {
 
 criterion_group! {
     name = benches;
-    config = Criterion::default()
-        .sample_size(20)
-        .warm_up_time(Duration::from_millis(200))
-        .measurement_time(Duration::from_millis(800));
+    config = support::criterion();
     targets = copies
 }
 
@@ -335,8 +335,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         run_counted(&way);
         return Ok(());
     }
-    let quick = env::args().any(|argument| argument == "--quick");
-    let rounds = if quick { 300 } else { 3000 };
+    let rounds = if support::is_quick() { 300 } else { 3000 };
     let rows = SIZES.map(|bytes| overhead(bytes, rounds));
     let file = report(&rows)?;
     println!("written to {}\n", file.display());
