@@ -63,6 +63,17 @@ enum Order {
     Random,
 }
 
+impl Order {
+    /// Puts what is ascending in this order.
+    fn put<T>(self, items: &mut [T]) {
+        match self {
+            Self::Ascending => {}
+            Self::Descending => items.reverse(),
+            Self::Random => Numbers(items.len() as u64).shuffle(items),
+        }
+    }
+}
+
 /// Many regions.
 #[derive(Clone, Debug)]
 struct Batch {
@@ -117,11 +128,7 @@ impl Batch {
             start..part.end.clamp(start + 1, ARENA)
         };
         let mut parts: Vec<Part> = (0..count).map(part).map(cut).collect();
-        match self.order {
-            Order::Ascending => {}
-            Order::Descending => parts.reverse(),
-            Order::Random => Numbers(self.seed).shuffle(&mut parts),
-        }
+        self.order.put(&mut parts);
         parts
     }
 }
@@ -639,7 +646,9 @@ fn op() -> impl Strategy<Value = Op> {
 fn process_wide_op() -> impl Strategy<Value = Op> {
     prop_oneof![
         2 => common_op(),
-        1 => part().prop_map(Op::RegisterBase),
+        // Few bases, so that they come again.
+        2 => (0..4usize, 1..3000usize)
+            .prop_map(|(base, len)| Op::RegisterBase(base * 4000..base * 4000 + len)),
         1 => any::<usize>().prop_map(Op::UnregisterBase),
     ]
 }
@@ -671,11 +680,7 @@ impl World<'_> {
             }
             Op::UnregisterAllBut(left, order) => {
                 let mut removable = self.removable();
-                match order {
-                    Order::Ascending => {}
-                    Order::Descending => removable.reverse(),
-                    Order::Random => self.numbers.shuffle(&mut removable),
-                }
+                order.put(&mut removable);
                 let count = removable.len().saturating_sub(left);
                 self.unregister_each(&removable[..count]);
             }
@@ -828,11 +833,7 @@ fn regions_are_removed_one_by_one_in_any_order_until_none_is_left() {
             let mut world = World::new(&registry);
             world.register_all(&Batch::of(shape, Order::Random, 2200).parts());
             let mut removable = world.removable();
-            match order {
-                Order::Ascending => {}
-                Order::Descending => removable.reverse(),
-                Order::Random => Numbers(5).shuffle(&mut removable),
-            }
+            order.put(&mut removable);
             for (k, (id, part)) in removable.iter().enumerate() {
                 world.unregister(*id, part);
                 let left = removable.len() - k - 1;
@@ -864,6 +865,38 @@ fn a_run_of_neighbours_may_be_removed_anywhere() {
             world.register_each(std::slice::from_ref(part));
         }
         world.check(60);
+    }
+}
+
+/// So that the rest of a node cannot be joined with the one beside it, which
+/// is too full. So many at once are in nodes of 32.
+#[test]
+fn a_gap_may_be_made_beside_where_many_more_were_registered() {
+    let gaps = [
+        (1000, 1024..1100),
+        (1000, 940..992),
+        (20, 32..70),
+        (40, 0..32),
+    ];
+    for (filled, emptied) in gaps {
+        for order in ORDERS {
+            let registry = Registry::new();
+            let mut world = World::new(&registry);
+            world.register_all(&Batch::of(Shape::Touching, Order::Ascending, 2080).parts());
+            let mut run = world.removable()[emptied.clone()].to_vec();
+            let filled = world.removable()[filled].1.clone();
+            for _ in 0..31 {
+                world.register_each(std::slice::from_ref(&filled));
+            }
+            order.put(&mut run);
+            for (k, (id, part)) in run.iter().enumerate() {
+                world.unregister(*id, part);
+                if k.is_multiple_of(8) {
+                    world.check(8);
+                }
+            }
+            world.check(50);
+        }
     }
 }
 
