@@ -302,6 +302,31 @@ fn a_tree_from_which_nearly_all_was_removed_has_few_nodes() {
     assert!(levels(&tree).len() <= 2);
 }
 
+/// There is nothing to join it with, since the one beside it has no room.
+#[test]
+fn a_leaf_that_is_emptied_beside_a_full_one_goes() {
+    let all: Vec<_> = (1..=96).map(|k| entry(100 * k, 50)).collect();
+    let thirds: Vec<_> = all.chunks(32).collect();
+    for (full, emptied) in [(0, 1), (1, 0), (1, 2)] {
+        let mut left = all.clone();
+        let mut tree = Tree::empty().with(&all);
+        let within = thirds[full][9].region().start_addr();
+        for k in 1..=32 {
+            let more = entry(within + k, 1);
+            tree = tree.with(&[more]);
+            left.push(more);
+        }
+        assert_eq!(leaf_count(&tree), 3);
+        for entry in thirds[emptied] {
+            assert_eq!(leaf_count(&tree), 3);
+            tree = tree.without(entry.key());
+            left.retain(|it| it.key() != entry.key());
+        }
+        assert_eq!(leaf_count(&tree), 2);
+        check(&tree, &sorted(left));
+    }
+}
+
 #[test]
 fn one_edit_of_a_large_tree_makes_anew_the_nodes_of_one_path() {
     let entries = any_entries(&mut Numbers(8), 5000);
