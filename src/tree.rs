@@ -15,6 +15,8 @@
 //! searched, is in `tree/node.rs`.
 
 mod node;
+#[cfg(all(test, not(loom)))]
+mod tests;
 
 use std::fmt;
 
