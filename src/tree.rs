@@ -126,15 +126,18 @@ impl Tree {
 
     /// The root once `edit` was done to the leaf where `key` belongs.
     fn edited(self, key: Key, edit: &mut impl FnMut(&mut Vec<RegionEntry>)) -> Shared<Node> {
-        let mut level = vec![Child::of(self.root)];
-        edit_child(&mut level, 0, key, edit);
-        let mut root = Self::root_of(level);
-        while let Items::Children(children) = &root.items
-            && let [only] = children.as_slice()
-        {
-            root = Shared::clone(&only.node);
+        let mut items = Node::into_items(self.root);
+        edit_items(&mut items, key, edit);
+        if items.len() > WIDTH {
+            let right = items.split_off(items.len() / 2);
+            items = Items::Children(vec![Child::holding(items), Child::holding(right)]);
         }
-        root
+        while let Items::Children(children) = &mut items
+            && children.len() == 1
+        {
+            items = Node::into_items(children.remove(0).node);
+        }
+        Shared::new(Node::new(items))
     }
 
     pub(crate) fn get(&self, key: Key) -> Option<RegionEntry> {
@@ -269,6 +272,14 @@ impl fmt::Debug for Tree {
     }
 }
 
+/// Does `edit` to the leaf at or below these items where `key` belongs.
+fn edit_items(items: &mut Items, key: Key, edit: &mut impl FnMut(&mut Vec<RegionEntry>)) {
+    match items {
+        Items::Entries(entries) => edit(entries),
+        Items::Children(children) => edit_child(children, place_of(children, key), key, edit),
+    }
+}
+
 /// Does `edit` to the leaf below `children[at]` where `key` belongs, and leaves
 /// in the child's place what has become of it: nothing, it, or two nodes. It may
 /// be joined with the one beside it.
@@ -279,13 +290,7 @@ fn edit_child(
     edit: &mut impl FnMut(&mut Vec<RegionEntry>),
 ) {
     let mut items = Node::into_items(children.remove(at).node);
-    match &mut items {
-        Items::Entries(entries) => edit(entries),
-        Items::Children(below) => {
-            let at = place_of(below, key);
-            edit_child(below, at, key, edit);
-        }
-    }
+    edit_items(&mut items, key, edit);
     let beside = at.saturating_sub(1);
     if items.len() < SPARSE
         && let Some(other) = children.get(beside)
@@ -301,10 +306,10 @@ fn edit_child(
     }
     if items.len() > WIDTH {
         let right = items.split_off(items.len() / 2);
-        children.insert(at, Child::of(Shared::new(Node::new(right))));
+        children.insert(at, Child::holding(right));
     }
     if items.len() > 0 {
-        children.insert(at, Child::of(Shared::new(Node::new(items))));
+        children.insert(at, Child::holding(items));
     }
 }
 
@@ -326,8 +331,7 @@ fn in_nodes<T>(items: Vec<T>, kind: fn(Vec<T>) -> Items) -> Vec<Child> {
     (0..nodes)
         .map(|k| {
             let size = len * (k + 1) / nodes - len * k / nodes;
-            let items = kind(items.by_ref().take(size).collect());
-            Child::of(Shared::new(Node::new(items)))
+            Child::holding(kind(items.by_ref().take(size).collect()))
         })
         .collect()
 }

@@ -68,12 +68,14 @@ pub(super) struct Child {
 }
 
 impl Child {
-    pub(super) fn of(node: Shared<Node>) -> Self {
+    /// A new node's.
+    pub(super) fn holding(items: Items) -> Self {
+        let node = Node::new(items);
         Self {
             first: node.items.first().unwrap_or_default(),
             reach: node.reach(),
             marks: node.items.marks(),
-            node,
+            node: Shared::new(node),
         }
     }
 }
@@ -107,11 +109,20 @@ impl Node {
         }
     }
 
-    /// The items of a node, copied if another tree has the node too.
+    /// The items of a node, copied if another tree has the node too, with room
+    /// for one more.
     pub(super) fn into_items(this: Shared<Self>) -> Items {
+        fn copied<T: Clone>(items: &[T]) -> Vec<T> {
+            let mut copy = Vec::with_capacity(items.len() + 1);
+            copy.extend_from_slice(items);
+            copy
+        }
         match Shared::try_unwrap(this) {
             Ok(node) => node.items,
-            Err(shared) => shared.items.clone(),
+            Err(shared) => match &shared.items {
+                Items::Entries(entries) => Items::Entries(copied(entries)),
+                Items::Children(children) => Items::Children(copied(children)),
+            },
         }
     }
 
