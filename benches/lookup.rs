@@ -10,6 +10,7 @@ mod rivals;
 #[allow(dead_code, unused_imports, reason = "each bench uses a part")]
 mod support;
 
+use std::fs;
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -19,6 +20,8 @@ use rivals::{
     MutexTree, OwnReader, OwnRegistry, PapayaPages, ParkingLot, ProcessWide, SeizePointer,
     SkipList, StaticTree, StdRwLock, Ucx,
 };
+use support::results::ByTurns;
+use support::turns::{Lane, by_turns};
 use support::workload::{Arena, Case, Workload};
 
 /// They grow, because the process-wide registry only can.
@@ -35,9 +38,11 @@ fn lookups(c: &mut Criterion) {
     let hits = &[Case::Hit];
     let all = &Case::MEASURED;
     let arena = Arena::new(SIZES[SIZES.len() - 1]);
+    let mut results = Vec::new();
     for n in SIZES {
         let workload = arena.workload(n);
         let w = &workload;
+        results.extend(turns(w));
         measure(c, w, &EmptyLoop, all);
         contest::<Floor>(c, w, all);
         contest::<ProcessWide>(c, w, all);
@@ -65,6 +70,46 @@ fn lookups(c: &mut Criterion) {
         contest::<SkipList>(c, w, hits);
         contest::<MutexTree>(c, w, hits);
     }
+    let directory = support::results::directory();
+    let path = directory.join(support::results::BY_TURNS);
+    let json = serde_json::to_vec_pretty(&results).expect("plain data");
+    if let Err(error) = fs::create_dir_all(&directory).and_then(|()| fs::write(&path, json)) {
+        eprintln!("{} was not written: {error}", path.display());
+    }
+}
+
+/// The contestants that the goals name, by turns.
+fn turns(w: &Workload<'_>) -> Vec<ByTurns> {
+    let rounds = match (support::is_quick(), w.n()) {
+        (true, _) => 10,
+        (false, ..10_000) => 300,
+        (false, _) => 40,
+    };
+    let ours = ProcessWide::holding(w.regions());
+    let floor = Floor::holding(w.regions());
+    let counted = Counted::holding(w.regions());
+    let eytzinger = Eytzinger::holding(w.regions());
+    let tree = StaticTree::holding(w.regions());
+    let lock = StdRwLock::holding(w.regions());
+    let ucx = Ucx::load(w.regions()).ok();
+    let mut results = Vec::new();
+    for case in [Case::Hit, Case::MissFar] {
+        // Ours first: the ratios that count are those to it.
+        let mut lanes = vec![
+            Lane::of(&ours),
+            Lane::of(&EmptyLoop),
+            Lane::of(&floor),
+            Lane::of(&eytzinger),
+            Lane::of(&tree),
+            Lane::of(&lock),
+        ];
+        if w.n() <= MOST_COUNTED {
+            lanes.push(Lane::of(&counted));
+        }
+        lanes.extend(ucx.as_ref().map(Lane::of));
+        results.extend(by_turns(w, case, &mut lanes, rounds));
+    }
+    results
 }
 
 fn contest<C: Contestant>(c: &mut Criterion, workload: &Workload<'_>, cases: &[Case]) {

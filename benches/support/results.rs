@@ -1,4 +1,5 @@
-//! What the bench `contention` writes, and where, for the report to read.
+//! What the benches `contention` and `lookup` write beside criterion's results,
+//! and where, for the report to read.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -7,6 +8,18 @@ use serde::{Deserialize, Serialize};
 
 /// The file's name, in [`directory`].
 pub(crate) const CONTENTION: &str = "contention.json";
+
+/// What the bench `lookup` has measured by turns: a list of [`ByTurns`].
+pub(crate) const BY_TURNS: &str = "lookup_by_turns.json";
+
+/// What one lookup costs, measured by turns with other contestants.
+#[derive(Debug, Deserialize, Serialize)]
+pub(crate) struct ByTurns {
+    pub(crate) group: String,
+    pub(crate) contestant: String,
+    pub(crate) n: usize,
+    pub(crate) nanoseconds: f64,
+}
 
 /// Where criterion writes its results: beside the folder that a bench or an
 /// example was built in.

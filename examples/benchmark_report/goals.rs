@@ -4,7 +4,9 @@
 use std::fmt::{self, Write as _};
 
 use crate::error::ReportError;
-use crate::measured::{ALONE, Group, HIT, MISS_FAR, Measured, PAGEABLE_COPY, PARKED, REGISTER_ALL};
+use crate::measured::{
+    ALONE, Group, HIT_BY_TURNS, MISS_FAR_BY_TURNS, Measured, PAGEABLE_COPY, PARKED, REGISTER_ALL,
+};
 use crate::results::Rate;
 use crate::tables::{size, time};
 
@@ -79,9 +81,15 @@ pub(crate) fn table(measured: &Measured) -> Result<String, ReportError> {
 
 fn few_regions(measured: &Measured) -> Result<Goal, ReportError> {
     let sizes = [1, 3, 8, 16];
-    let floor = worst_ratio(measured, HIT, "is_pinned", "floor", &sizes)?;
-    let counted = worst_ratio(measured, HIT, "is_pinned", "floor, counted", &sizes)?;
-    let lock = worst_ratio(measured, HIT, "is_pinned", "RwLock<Vec>", &sizes)?;
+    let floor = worst_ratio(measured, HIT_BY_TURNS, "is_pinned", "floor", &sizes)?;
+    let counted = worst_ratio(
+        measured,
+        HIT_BY_TURNS,
+        "is_pinned",
+        "floor, counted",
+        &sizes,
+    )?;
+    let lock = worst_ratio(measured, HIT_BY_TURNS, "is_pinned", "RwLock<Vec>", &sizes)?;
     let faster = 1.0 / lock.figure;
     Ok(Goal {
         what: "a hit among 1 to 16 regions, against the floor and `RwLock<Vec>`",
@@ -95,7 +103,7 @@ fn few_regions(measured: &Measured) -> Result<Goal, ReportError> {
 }
 
 fn more_regions(measured: &Measured) -> Result<Goal, ReportError> {
-    let floor = worst_ratio(measured, HIT, "is_pinned", "floor", &[64, 1_000])?;
+    let floor = worst_ratio(measured, HIT_BY_TURNS, "is_pinned", "floor", &[64, 1_000])?;
     Ok(Goal {
         what: "a hit among 64 and 1,000, against the floor",
         wanted: "≤ 1.2 ×",
@@ -109,16 +117,16 @@ fn many_regions(measured: &Measured) -> Result<Goal, ReportError> {
     let best = worst(&sizes, |n| {
         let mut best = f64::INFINITY;
         for search in STATIC_SEARCHES {
-            best = best.min(measured.cost(HIT, search, n)?);
+            best = best.min(measured.cost(HIT_BY_TURNS, search, n)?);
         }
-        Ok(measured.cost(HIT, "is_pinned", n)? / best)
+        Ok(measured.cost(HIT_BY_TURNS, "is_pinned", n)? / best)
     })?;
     let takes_part = sizes
         .iter()
-        .all(|&n| measured.optional(HIT, "UCX", n).is_some());
+        .all(|&n| measured.optional(HIT_BY_TURNS, "UCX", n).is_some());
     let met = best.figure <= 1.1;
     let (ucx, verdict) = if takes_part {
-        let ratio = worst_ratio(measured, HIT, "is_pinned", "UCX", &sizes)?;
+        let ratio = worst_ratio(measured, HIT_BY_TURNS, "is_pinned", "UCX", &sizes)?;
         (ratio.to_string(), Verdict::met(met && ratio.figure < 1.0))
     } else {
         let verdict = if met { Verdict::Open } else { Verdict::Missed };
@@ -133,9 +141,9 @@ fn many_regions(measured: &Measured) -> Result<Goal, ReportError> {
 }
 
 fn far_miss(measured: &Measured) -> Result<Goal, ReportError> {
-    let more = worst(&measured.sizes(MISS_FAR), |n| {
-        let empty = measured.cost(MISS_FAR, "empty loop", n)?;
-        Ok(measured.cost(MISS_FAR, "is_pinned", n)? - empty)
+    let more = worst(&measured.sizes(MISS_FAR_BY_TURNS), |n| {
+        let empty = measured.cost(MISS_FAR_BY_TURNS, "empty loop", n)?;
+        Ok(measured.cost(MISS_FAR_BY_TURNS, "is_pinned", n)? - empty)
     })?;
     Ok(Goal {
         what: "a miss far from all regions, over an empty loop",
@@ -286,10 +294,10 @@ mod tests {
         let mut cells = Vec::new();
         for n in [1, 3, 8, 16] {
             let ours = if n == 8 { slowest } else { 10.0 };
-            cells.push((HIT, "is_pinned", n, ours));
-            cells.push((HIT, "floor", n, 10.0));
-            cells.push((HIT, "floor, counted", n, 10.0));
-            cells.push((HIT, "RwLock<Vec>", n, 65.0));
+            cells.push((HIT_BY_TURNS, "is_pinned", n, ours));
+            cells.push((HIT_BY_TURNS, "floor", n, 10.0));
+            cells.push((HIT_BY_TURNS, "floor, counted", n, 10.0));
+            cells.push((HIT_BY_TURNS, "RwLock<Vec>", n, 65.0));
         }
         measured(&cells)
     }
@@ -310,10 +318,10 @@ mod tests {
         let cells = |ours| {
             let mut cells = Vec::new();
             for n in [64_000, 1_000_000] {
-                cells.push((HIT, "is_pinned", n, ours));
-                cells.push((HIT, "floor", n, 200.0));
-                cells.push((HIT, "floor, Eytzinger", n, 60.0));
-                cells.push((HIT, "floor, B+ tree", n, 50.0));
+                cells.push((HIT_BY_TURNS, "is_pinned", n, ours));
+                cells.push((HIT_BY_TURNS, "floor", n, 200.0));
+                cells.push((HIT_BY_TURNS, "floor, Eytzinger", n, 60.0));
+                cells.push((HIT_BY_TURNS, "floor, B+ tree", n, 50.0));
             }
             measured(&cells)
         };
@@ -331,9 +339,9 @@ mod tests {
         let mut cells = Vec::new();
         for n in [64_000, 1_000_000] {
             for contestant in ["is_pinned", "floor", "floor, Eytzinger", "floor, B+ tree"] {
-                cells.push((HIT, contestant, n, 50.0));
+                cells.push((HIT_BY_TURNS, contestant, n, 50.0));
             }
-            cells.push((HIT, "UCX", n, 40.0));
+            cells.push((HIT_BY_TURNS, "UCX", n, 40.0));
         }
         assert_eq!(
             many_regions(&measured(&cells))
@@ -347,8 +355,8 @@ mod tests {
     fn a_far_miss_may_cost_a_nanosecond_and_a_half() {
         let with = |ours| {
             measured(&[
-                (MISS_FAR, "empty loop", 3, 0.5),
-                (MISS_FAR, "is_pinned", 3, ours),
+                (MISS_FAR_BY_TURNS, "empty loop", 3, 0.5),
+                (MISS_FAR_BY_TURNS, "is_pinned", 3, ours),
             ])
         };
         assert_eq!(

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use crate::error::ReportError;
-use crate::results::{CONTENTION, Contention, Publishing, Rate, Sharing};
+use crate::results::{BY_TURNS, ByTurns, CONTENTION, Contention, Publishing, Rate, Sharing};
 
 /// All results of one run.
 pub(crate) struct Measured {
@@ -42,6 +42,9 @@ pub(crate) struct Group {
     pub(crate) name: &'static str,
 }
 
+/// As the next, but measured by turns: what goals are told by.
+pub(crate) const HIT_BY_TURNS: Group = group("lookup", "by_turns/hit");
+pub(crate) const MISS_FAR_BY_TURNS: Group = group("lookup", "by_turns/miss_far");
 pub(crate) const HIT: Group = group("lookup", "lookup/hit");
 pub(crate) const MISS_NEAR: Group = group("lookup", "lookup/miss_near");
 pub(crate) const MISS_FAR: Group = group("lookup", "lookup/miss_far");
@@ -59,6 +62,12 @@ impl Measured {
         let mut cells = Cells::new();
         if directory.is_dir() {
             read_cells(directory, &mut cells)?;
+        }
+        let turns = directory.join(BY_TURNS);
+        if turns.is_file() {
+            let turns: Vec<ByTurns> = json(&turns)?;
+            let turns = turns.into_iter();
+            cells.extend(turns.map(|it| ((it.group, it.contestant, it.n), it.nanoseconds)));
         }
         let contention = directory.join(CONTENTION);
         if !contention.is_file() {
