@@ -57,8 +57,9 @@ use crate::sync::{Arc, Cell, Unheld, modelled_only, per_thread, weakened};
 /// Make one per thread, ahead of time, and keep it; from
 /// [`Registry::reader`]. A lookup takes no lock, writes nothing that another
 /// thread reads, allocates nothing and is wait-free. (A lookup just after a
-/// publish takes the new snapshot, which costs some tens of nanoseconds; it
-/// may free the old one if this reader was its last holder.)
+/// publish takes the new snapshot, which costs some tens of nanoseconds. The old
+/// one is left for the next writer to free, unless this reader skipped a publish
+/// and is the last to hold it.)
 ///
 /// The questions take `&mut self` because a lookup may replace the snapshot
 /// the reader keeps. An idle reader keeps one old snapshot alive.

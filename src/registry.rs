@@ -24,7 +24,7 @@ use crate::region::{Key, Region, RegionId, UnknownRegion};
 use crate::section::{GraceError, Section, Sections};
 use crate::snapshot::{Residency, Snapshot};
 use crate::span::Span;
-use crate::sync::{Arc, ArcSwap, AtomicU64, Ordering, modelled_only, weakened};
+use crate::sync::{Arc, ArcSwap, AtomicU64, Ordering, Tidied, modelled_only, weakened};
 
 /// A set of page-locked regions that is asked on every copy.
 ///
@@ -57,6 +57,10 @@ pub struct Registry {
     /// The greatest generation that a writer has published, or is about to
     /// publish. It is what readers look at: see `reader.rs`.
     announced: AtomicU64,
+    /// The snapshot before the published one. Kept so that a writer, the next,
+    /// is the last to let go of it, and not a reader: to free memory that
+    /// another thread has allocated may wait for a lock of the allocator.
+    superseded: Tidied<Arc<Snapshot>>,
     sections: Sections,
 }
 
@@ -67,6 +71,7 @@ impl Registry {
         Self {
             published: ArcSwap::new(Arc::new(Snapshot::empty())),
             announced: AtomicU64::new(0),
+            superseded: Tidied::default(),
             sections: Sections::new(),
         }
     }
@@ -399,6 +404,7 @@ impl Registry {
             // `current` is held, so no other snapshot can have its address:
             // equal addresses mean that nothing was published in between.
             if Arc::ptr_eq(&current, &previous) {
+                self.superseded.replace(Arc::clone(&previous));
                 return Ok(result);
             }
             current = previous;

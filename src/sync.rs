@@ -199,6 +199,32 @@ impl Tally {
     }
 }
 
+/// What is kept for whoever replaces it to let go of. Nobody waits for it: who
+/// finds another thread at it lets go of the new value at once. The models leave
+/// it out, since it only keeps things longer.
+#[derive(Debug)]
+pub(crate) struct Tidied<T>(std::sync::Mutex<Option<T>>);
+
+impl<T> Default for Tidied<T> {
+    fn default() -> Self {
+        Self(std::sync::Mutex::new(None))
+    }
+}
+
+impl<T> Tidied<T> {
+    pub(crate) fn replace(&self, value: T) {
+        if cfg!(loom) {
+            return;
+        }
+        let before = match self.0.try_lock() {
+            Ok(mut kept) => kept.replace(value),
+            Err(_) => Some(value),
+        };
+        // Not under the lock: to drop it may run code of the program's.
+        drop(before);
+    }
+}
+
 /// Says whether its owner lives, to tidy up by. Like a tally, it orders nothing,
 /// and the models leave it out.
 #[derive(Debug, Default)]
