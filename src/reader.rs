@@ -12,8 +12,8 @@
 //! - *As great*: the snapshot in hand is as new as anything that was announced.
 //!   It never changes, and its contents were acquired when it was taken.
 //! - *Less*: a newer one is published, or about to be. The reader takes what is
-//!   published, with acquire. In the moment between announcement and publish it
-//!   may take the same once more.
+//!   published, with acquire. In the moment between announcement and publish
+//!   that may be the same again, at each lookup.
 //! - A registration that happens-before the lookup is not missed: its
 //!   announcement is a write to the very location that the relaxed load reads,
 //!   and a load never returns a value older than a write that happens-before it
@@ -57,9 +57,10 @@ use crate::sync::{Arc, Cell, Unheld, modelled_only, per_thread, weakened};
 /// Make one per thread, ahead of time, and keep it; from
 /// [`Registry::reader`]. A lookup takes no lock, writes nothing that another
 /// thread reads, allocates nothing and is wait-free. (A lookup just after a
-/// publish takes the new snapshot, which costs some tens of nanoseconds. The old
-/// one is left for the next writer to free, unless this reader skipped a publish
-/// and is the last to hold it.)
+/// publish takes the new snapshot, which costs some tens of nanoseconds, and a
+/// microsecond or two where another core has just written it. The old one is left
+/// for the next writer to free, unless this reader is the last to hold it: if it
+/// skipped a publish, or two writers published at once.)
 ///
 /// The questions take `&mut self` because a lookup may replace the snapshot
 /// the reader keeps. An idle reader keeps one old snapshot alive.
@@ -288,7 +289,8 @@ fn ask_global<R>(ask: impl Fn(&Snapshot) -> R) -> R {
         weakened!("reader_goes_back" => { return ask(&global().before(&global().snapshot())) });
         // SAFETY: `KEPT` holds every snapshot that `SEEN` names, and lets go of
         // none while `ask` runs: that happens only in another lookup of this
-        // thread, and at its exit. The questions above run neither.
+        // thread, and at its exit. The questions above run neither. (Nor may a
+        // signal handler look up: a lookup may allocate.)
         return ask(unsafe { seen.snapshot.get() });
     }
     ask_anew(ask)

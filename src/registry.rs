@@ -5,10 +5,11 @@
 //! A writer takes the published snapshot, builds the next one from it and puts
 //! it in place with a compare-and-swap. If another writer was first, the swap
 //! fails, nothing was changed, and the writer builds anew from what the other
-//! one published: no update is lost and nobody holds a lock. What is built is
-//! a pure function of the old snapshot and the change, so building it again is
-//! harmless. It shares with the old one all that is unchanged (`tree.rs`). Whatever must happen once (drawing an id, running the caller's
-//! iterator, a driver call) is done outside.
+//! one published: no update is lost and nobody waits for a lock. What is built
+//! is a pure function of the old snapshot and the change, so building it again
+//! is harmless; it shares with the old one all that is unchanged (`tree.rs`).
+//! Whatever must happen once (drawing an id, running the caller's iterator, a
+//! driver call) is done outside.
 //!
 //! A writer that stalls or panics half-way has published nothing and holds up
 //! nobody.
@@ -57,9 +58,9 @@ pub struct Registry {
     /// The greatest generation that a writer has published, or is about to
     /// publish. It is what readers look at: see `reader.rs`.
     announced: AtomicU64,
-    /// The snapshot before the published one. Kept so that a writer, the next,
-    /// is the last to let go of it, and not a reader: to free memory that
-    /// another thread has allocated may wait for a lock of the allocator.
+    /// A snapshot before the published one. Kept so that a writer, the next, is
+    /// the last to let go of it, and not a reader: to free memory that another
+    /// thread has allocated may wait for a lock of the allocator.
     superseded: Tidied<Arc<Snapshot>>,
     sections: Sections,
 }
@@ -85,7 +86,7 @@ impl Registry {
     /// Regions may touch, overlap and nest, and the same bytes may be
     /// registered more than once: each registration stands by itself.
     ///
-    /// Costs a quarter of a microsecond among a few regions, and a few
+    /// Costs a third of a microsecond among a few regions, and a few
     /// microseconds among a million: the next snapshot shares nearly all of the
     /// one before. Use [`register_all`](Self::register_all) for many at once.
     pub fn register(&self, region: Region) -> RegionId {
@@ -134,6 +135,9 @@ impl Registry {
     /// the same bytes stay. This also takes what the free function
     /// [`register`](crate::register) noted, by the id that
     /// [`regions`](Self::regions) gives.
+    ///
+    /// The snapshot before, and what it does not share with the new one, is kept
+    /// until the next publish.
     ///
     /// Unpin the memory *first*. Whoever pins memory through driver calls of
     /// their own vouches for this order: once a region is gone, copies from it
@@ -397,10 +401,14 @@ impl Registry {
                 current = previous;
                 continue;
             });
-            // A writer that loses the race has announced no more than the
-            // winner, which began with the same snapshot.
-            self.announce(next.generation);
-            let previous = self.published.compare_and_swap(&current, Arc::new(next));
+            let generation = next.generation;
+            let next = Arc::new(next);
+            // Right before the publish: in between, lookups take the published
+            // snapshot anew, each time. A writer that loses the race has
+            // announced no more than the winner, which began with the same
+            // snapshot.
+            self.announce(generation);
+            let previous = self.published.compare_and_swap(&current, next);
             // `current` is held, so no other snapshot can have its address:
             // equal addresses mean that nothing was published in between.
             if Arc::ptr_eq(&current, &previous) {

@@ -64,7 +64,8 @@ const LONG: Duration = Duration::from_secs(1);
 /// The sections of one registry.
 pub(crate) struct Sections {
     collector: Collector,
-    /// How many threads have been in a section and have not exited.
+    /// How many threads have been in a section and have not exited. (One that is
+    /// in a section while its locals are dropped is not counted.)
     threads: Tally,
     /// So that threads can tell which of their parts are of no use any more.
     alive: Alive,

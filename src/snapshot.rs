@@ -58,8 +58,9 @@ pub enum Residency {
     Mixed,
 }
 
-/// See the head of this file. Its drop must stay trivial (no user code, no
-/// lock), because the last thread to let go of a snapshot may be a reader.
+/// See the head of this file. Its drop must stay trivial (it frees the nodes that
+/// no other snapshot shares, and does nothing else), because the last thread to
+/// let go of a snapshot may be a reader.
 #[derive(Debug)]
 pub(crate) struct Snapshot {
     // The bounds come first: the commonest answer, "nowhere near", is given

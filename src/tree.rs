@@ -53,18 +53,10 @@ impl Tree {
         while level.len() > 1 {
             level = in_nodes(level, Items::Children);
         }
+        let empty = || Shared::new(Node::new(Items::Entries(Vec::new())));
         Self {
-            root: Self::root_of(level),
+            root: level.pop().map_or_else(empty, |only| only.node),
             len,
-        }
-    }
-
-    /// The root above `level`, which is at most two nodes.
-    fn root_of(mut level: Vec<Child>) -> Shared<Node> {
-        match level.len() {
-            0 => Shared::new(Node::new(Items::Entries(Vec::new()))),
-            1 => level.remove(0).node,
-            _ => Shared::new(Node::new(Items::Children(level))),
         }
     }
 

@@ -11,7 +11,9 @@ pub(crate) fn this_one() -> Machine {
         .lines()
         .find_map(|line| line.strip_prefix("model name")?.split_once(": "))
         .map_or_else(|| "unknown".to_owned(), |(_, name)| name.to_owned());
-    let kernel = of("/proc/sys/kernel/osrelease");
+    // Without what a distribution adds to the number.
+    let release = of("/proc/sys/kernel/osrelease");
+    let kernel = release.split('-').next().unwrap_or_default();
     Machine {
         processor: format!("{processor} ({})", std::env::consts::ARCH),
         cores: cores(),

@@ -67,7 +67,8 @@ impl Copier {
     /// `cudarc` makes the stream wait for the last uses there. That would spoil
     /// a capture that has begun, and is left out while an error is stored: so
     /// it is asked before. It joins the stream to a capture that a last use is
-    /// part of: so it is asked after. The type may also be the program's own,
+    /// part of: so it is asked after. (What is not seen is an error that another
+    /// thread both stores and takes in between.) The type may also be the program's own,
     /// and do anything: so neither question can be spared for any type.
     #[inline]
     fn between_questions<'a, E: From<CudaError>>(

@@ -6,7 +6,7 @@
 //! end; a child's end is the greatest of its registrations'. Beside its items a
 //! node stores
 //!
-//! - `starts[k]`: where item `k` starts, and `usize::MAX` from the last on;
+//! - `starts[k]`: where item `k` starts, and `usize::MAX` behind the last;
 //! - `reaches[k]`: the greatest end among the first `k` items.
 //!
 //! To find how far any region reaches that starts no later than an address:
@@ -130,7 +130,8 @@ impl Node {
         self.reaches[self.items.len()]
     }
 
-    /// How many items start at or before `address`.
+    /// How many items start at or before `address`; at the last address of all,
+    /// which no region reaches, too many.
     #[inline]
     pub(super) fn started_by(&self, address: usize) -> usize {
         if self.items.len() <= BULK {
