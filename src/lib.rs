@@ -7,7 +7,9 @@
 pub mod cuda;
 mod entry;
 mod listing;
+mod log;
 mod pin;
+mod process;
 mod reader;
 mod region;
 mod registry;
@@ -84,16 +86,19 @@ pub fn global() -> &'static Registry {
 /// assert!(!pinned_hosts::is_pinned(&buffer));
 /// ```
 pub fn register(ptr: *const u8, bytes: usize) {
-    if let Ok(region) = Region::saturating(ptr, bytes) {
-        if region.len() < bytes {
+    let Ok(region) = Region::saturating(ptr, bytes) else {
+        return;
+    };
+    global().register_base(region);
+    if region.len() < bytes {
+        log::emit(|| {
             tracing::warn!(
                 base = ?ptr,
                 bytes,
                 "a registration runs past the end of the address space and was cut there; \
                  check the length for a negative number cast to unsigned"
             );
-        }
-        global().register_base(region);
+        });
     }
 }
 

@@ -43,14 +43,14 @@
 
 use std::error::Error;
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::process;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use crossbeam_epoch::{Collector, Guard, LocalHandle};
 
 use crate::listing::Segments;
+use crate::log;
+use crate::process::Process;
 use crate::region::Region;
 use crate::registry::Registry;
 use crate::snapshot::Residency;
@@ -69,8 +69,7 @@ pub(crate) struct Sections {
     threads: Tally,
     /// So that threads can tell which of their parts are of no use any more.
     alive: Alive,
-    /// The process that made it.
-    owner: u32,
+    owner: Process,
 }
 
 /// A thread's part in one registry's sections.
@@ -99,7 +98,7 @@ impl Sections {
             collector: Collector::new(),
             threads: Tally::default(),
             alive: Alive::default(),
-            owner: process::id(),
+            owner: Process::current(),
         }
     }
 
@@ -150,7 +149,7 @@ impl Sections {
     pub(crate) fn wait(&self, limit: Option<Duration>) -> Result<(), GraceError> {
         // Before all else: to end this thread's section first, as the next
         // error says, would help nobody here.
-        if process::id() != self.owner {
+        if !self.owner.is_current() {
             return Err(GraceError::ForkedChild);
         }
         let participant = self.with_participant(|participant| participant.cloned());
@@ -207,18 +206,16 @@ impl Sections {
     }
 }
 
-/// Says that a grace period takes long. The subscriber is the program's code;
-/// a panic of its must not end the wait, which would leave an entry in a state
-/// that nobody takes it out of.
+/// Says that a grace period takes long.
 fn remark(waited: Duration, threads: u64) {
-    let _ = catch_unwind(AssertUnwindSafe(|| {
+    log::emit(|| {
         tracing::warn!(
             ?waited,
             threads,
             "still waiting for a read-side section to end, on one of the threads that have \
              been in one: a copy that waits for a stalled stream, or a Section that is kept"
         );
-    }));
+    });
 }
 
 /// A read-side section of a [`Registry`]: while it lives, no memory that it

@@ -6,7 +6,7 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::CudaError;
-use crate::{Region, Residency};
+use crate::{Region, Residency, log};
 
 /// Whether this is the first time that `site` asks. Only slow copies ask, so
 /// the lock costs nothing that shows.
@@ -26,7 +26,7 @@ pub(super) fn warn(
     cost: Duration,
     no_ring: Option<&CudaError>,
 ) {
-    match region {
+    log::emit(|| match region {
         Some(region) => tracing::warn!(
             %site, %region, ?residency, ?cost, no_ring = no_ring.map(tracing::field::display),
             "a copy from page-locked memory waited for the device: Policy::Stage (for sources \
@@ -39,5 +39,5 @@ pub(super) fn warn(
              sources within its limit), Copier::copy_h2d_from and upload would not; if the driver \
              stages such memory on this device, see CopierOptions::trust_pageable_access"
         ),
-    }
+    });
 }

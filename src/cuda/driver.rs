@@ -7,7 +7,6 @@
 //! asked. A wait that is skipped so ends in freed memory under a transfer.
 
 use std::ffi::{CStr, c_void};
-use std::process;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, OnceLock};
 
@@ -16,6 +15,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
 
 use super::CudaError;
 use crate::Region;
+use crate::process::Process;
 
 /// Every driver function that this crate calls, by itself or through
 /// `cudarc` to open a context or explain an error. `cudarc` panics in the call
@@ -506,7 +506,7 @@ pub(super) struct Event {
     handle: sys::CUevent,
     context: Arc<CudaContext>,
     /// The process that made it. A child after `fork` must leave it alone.
-    owner: u32,
+    owner: Process,
 }
 
 // SAFETY: an event handle may be used from any thread; the driver locks.
@@ -522,7 +522,7 @@ impl Event {
         Ok(Self {
             handle,
             context: Arc::clone(context),
-            owner: process::id(),
+            owner: Process::current(),
         })
     }
 
@@ -585,7 +585,7 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        if process::id() != self.owner {
+        if !self.owner.is_current() {
             return;
         }
         // An event that cannot be destroyed is leaked: it is a few bytes of

@@ -3,7 +3,6 @@
 
 use std::fmt;
 use std::mem::ManuallyDrop;
-use std::process;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,8 +15,9 @@ use super::registration_error::{
     is_refusal,
 };
 use super::{chunks, driver};
+use crate::process::Process;
 use crate::span::Span;
-use crate::{Region, RegionState, Registration, global, reader};
+use crate::{Region, RegionState, Registration, global, log, reader};
 
 /// Memory that is page-locked where it is, in the process-wide registry while
 /// it is.
@@ -80,7 +80,7 @@ struct Parts<B> {
     in_doubt: Vec<Region>,
     /// The process that pinned the memory. A child after `fork` has a copy of
     /// this, but not of the pinning: it must neither unpin nor free.
-    owner: u32,
+    owner: Process,
 }
 
 impl<B: HostMemory> HostRegistration<B> {
@@ -120,7 +120,7 @@ impl<B: HostMemory> HostRegistration<B> {
                 context: Arc::clone(context),
                 grace_limit: options.grace_limit,
                 in_doubt: Vec::new(),
-                owner: process::id(),
+                owner: Process::current(),
             }),
         };
         match registration.parts.pin(&mut options) {
@@ -252,7 +252,7 @@ impl<B: HostMemory> Parts<B> {
         if self.chunks.is_empty() {
             return Ok(());
         }
-        if process::id() != self.owner {
+        if !self.owner.is_current() {
             return Err(UnregisterFailure::ForkedChild);
         }
         let Self {
@@ -282,12 +282,14 @@ impl<B: HostMemory> Parts<B> {
     }
 
     fn report_leak(&self, error: &UnregisterFailure) {
-        tracing::error!(
-            %error,
-            chunks = self.chunks.len(),
-            bytes = self.backing.as_bytes().len(),
-            "page-locked memory could not be unpinned and is leaked; it stays registered"
-        );
+        log::emit(|| {
+            tracing::error!(
+                %error,
+                chunks = self.chunks.len(),
+                bytes = self.backing.as_bytes().len(),
+                "page-locked memory could not be unpinned and is leaked; it stays registered"
+            );
+        });
     }
 }
 
@@ -310,7 +312,7 @@ fn flags(context: &CudaContext, read_only: bool) -> Result<u32, RegisterFailure>
 impl<B: HostMemory> Drop for HostRegistration<B> {
     fn drop(&mut self) {
         // All is leaked in a forked child, in silence: nothing went wrong.
-        if process::id() != self.parts.owner {
+        if !self.parts.owner.is_current() {
             return;
         }
         match self.parts.unpin() {

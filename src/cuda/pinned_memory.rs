@@ -1,7 +1,6 @@
 //! [`PinnedMemory`]: what a buffer and a staging ring are made of.
 
 use std::mem;
-use std::process;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -9,7 +8,8 @@ use cudarc::driver::CudaContext;
 
 use super::{CudaError, driver};
 use crate::entry::{Owner, RegionState};
-use crate::{Region, RegionId, global};
+use crate::process::Process;
+use crate::{Region, RegionId, global, log};
 
 /// Page-locked memory from the driver, in the process-wide registry from its
 /// making to its end.
@@ -25,7 +25,7 @@ pub(super) struct PinnedMemory {
     registration: RegionId,
     /// The process that pinned the memory. A child after `fork` has a copy of
     /// this, but not of the pinning: it must not free it.
-    owner: u32,
+    owner: Process,
     freed: bool,
 }
 
@@ -50,7 +50,7 @@ impl PinnedMemory {
             context: Arc::clone(context),
             // Registered before anybody can hold a slice of it.
             registration: global().register_for(Owner::Handle, RegionState::Live, region),
-            owner: process::id(),
+            owner: Process::current(),
             freed: false,
         })
     }
@@ -64,7 +64,7 @@ impl PinnedMemory {
     }
 
     pub(super) fn is_of_this_process(&self) -> bool {
-        process::id() == self.owner
+        self.owner.is_current()
     }
 
     /// Frees the memory, or leaks it: in a forked child in silence, since
@@ -91,11 +91,13 @@ impl PinnedMemory {
 }
 
 pub(super) fn report_leak(bytes: usize, error: &CudaError) {
-    tracing::error!(
-        %error,
-        bytes,
-        "page-locked memory could not be freed and is leaked; it stays registered"
-    );
+    log::emit(|| {
+        tracing::error!(
+            %error,
+            bytes,
+            "page-locked memory could not be freed and is leaked; it stays registered"
+        );
+    });
 }
 
 impl Drop for PinnedMemory {

@@ -26,6 +26,7 @@ use cudarc::driver::{CudaContext, CudaStream};
 
 use super::CudaError;
 use super::driver::{Event, synchronize_context, synchronize_stream};
+use crate::log;
 
 /// Whether the device is done with the work that was waited for.
 pub(super) enum Waited {
@@ -84,23 +85,16 @@ pub(super) fn abort_unless_dead(waited: Waited) -> Result<(), CudaError> {
     }
 }
 
-/// Ends the process, whatever the telling of it does: the subscriber is the
-/// program's code and may panic, and so does writing to a closed pipe.
+/// Ends the process.
 fn abort(error: &CudaError) -> ! {
-    struct AbortOnUnwind;
-    impl Drop for AbortOnUnwind {
-        fn drop(&mut self) {
-            process::abort();
-        }
-    }
-    let _unwinding = AbortOnUnwind;
-    // The subscriber may not get to write anything out any more, so both.
+    // To both, since a subscriber may not write the event out any more.
+    // (`eprintln!` panics if standard error is closed.)
     let _ = writeln!(
         io::stderr(),
         "pinned-hosts: the driver can no longer say whether it is still reading host memory \
          that is about to be reused ({error}); aborting"
     );
-    tracing::error!(%error, "aborting: no way left to wait for a transfer");
+    log::emit(|| tracing::error!(%error, "aborting: no way left to wait for a transfer"));
     process::abort();
 }
 
