@@ -241,11 +241,6 @@ pub(crate) fn live_count() -> usize {
 }
 
 #[cfg(feature = "cuda")]
-pub(crate) fn is_retiring(span: Span) -> bool {
-    ask_global(|snapshot| snapshot.is_retiring(span))
-}
-
-#[cfg(feature = "cuda")]
 pub(crate) fn first_region(span: Span) -> Option<Region> {
     ask_global(|snapshot| snapshot.first_region(span))
 }

@@ -14,7 +14,7 @@ use cudarc::driver::sys::{self, CUstreamCaptureMode as Mode};
 use cudarc::driver::{
     CudaGraph, CudaSlice, CudaStream, DevicePtrMut, DeviceSlice, DriverError, SyncOnDrop,
 };
-use pinned_hosts::cuda::{Copier, CudaError, PinnedBuffer};
+use pinned_hosts::cuda::{Copier, CudaError, DeviceDestination, PinnedBuffer};
 
 const LEN: usize = 4096;
 
@@ -95,8 +95,7 @@ fn a_destination_that_joins_the_stream_to_a_capture_is_refused() {
     rig.assert_sound();
 }
 
-/// A destination of the program's own, which does something when its address
-/// is asked for. `DevicePtrMut` is a safe trait.
+/// A destination during whose address something happens.
 struct Acting<F> {
     inner: CudaSlice<u8>,
     act: F,
@@ -122,6 +121,10 @@ impl<F: Fn()> DevicePtrMut<u8> for Acting<F> {
         got
     }
 }
+
+// SAFETY: the memory is a `CudaSlice`'s. What `act` does beside that stands for
+// another thread's doing.
+unsafe impl<F: Fn()> DeviceDestination<u8> for Acting<F> {}
 
 #[test]
 fn a_destination_that_begins_a_capture_is_refused() {

@@ -1,40 +1,36 @@
-//! `checked`: `cudarc`'s own copies made sound, over the simulated driver.
-//! Each scenario runs with the bare slice too, and has to be seen broken.
+//! `CheckedCopies`: `cudarc`'s own copies made sound, over the simulated driver.
+//! Each scenario runs with `cudarc`'s call too, and has to be seen broken.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod common;
 
-use std::mem;
-use std::sync::{Arc, Barrier};
-use std::thread;
+use std::sync::Arc;
 
 use common::{Registered, Rig};
 use cuda_sim::{DeviceKind, Pageable, code};
-use cudarc::driver::sys::{self, CUstreamCaptureMode as Mode};
-use cudarc::driver::{CudaSlice, CudaStream};
-use pinned_hosts::cuda::{HostRegistration, PinnedBuffer, checked};
-use pinned_hosts::{Region, Residency, global, residency};
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode as Mode};
+use cudarc::driver::{
+    CudaContext, CudaGraph, CudaSlice, CudaStream, DriverError, HostSlice, PinnedHostSlice,
+    SyncOnDrop,
+};
+use pinned_hosts::cuda::{CheckedCopies, CudaError, HostRegistration, PinnedBuffer};
+use pinned_hosts::{Residency, residency};
 
 const LEN: usize = 4096;
 
 /// How a scenario copies.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 enum Copy {
     Checked,
-    /// The wrapper is leaked.
-    Forgotten,
+    CheckedClone,
     Bare,
 }
 
 impl Copy {
     fn run(self, stream: &Arc<CudaStream>, src: &[u8], dst: &mut CudaSlice<u8>) {
         match self {
-            Self::Checked => stream.memcpy_htod(&checked(src), dst).unwrap(),
-            Self::Forgotten => {
-                let wrapper = checked(src);
-                stream.memcpy_htod(&wrapper, dst).unwrap();
-                mem::forget(wrapper);
-            }
+            Self::Checked => stream.memcpy_htod_checked(src, dst).unwrap(),
+            Self::CheckedClone => *dst = stream.clone_htod_checked(src).unwrap(),
             Self::Bare => stream.memcpy_htod(src, dst).unwrap(),
         }
     }
@@ -48,7 +44,7 @@ fn faults(rig: &Rig, stream: &Arc<CudaStream>, copy: Copy) -> (u64, u64) {
     copy.run(stream, &source.memory, &mut on_device);
     source.memory.fill(2);
     drop(source);
-    if !matches!(copy, Copy::Bare) {
+    if copy != Copy::Bare {
         stream.synchronize().unwrap();
         assert_eq!(rig.read_back(&on_device), [1; LEN]);
     }
@@ -59,40 +55,44 @@ fn faults(rig: &Rig, stream: &Arc<CudaStream>, copy: Copy) -> (u64, u64) {
 #[test]
 fn a_page_locked_slice_may_be_rewritten_and_freed_right_after_the_call() {
     let rig = Rig::new();
-    let waits = rig.sim.calls("cuCtxSynchronize");
-    assert_eq!(faults(&rig, &rig.stream, Copy::Checked), (0, 0));
-    assert_eq!(rig.sim.calls("cuCtxSynchronize"), waits);
+    for checked in [Copy::Checked, Copy::CheckedClone] {
+        assert_eq!(faults(&rig, &rig.stream, checked), (0, 0));
+    }
     assert_ne!(faults(&rig, &rig.stream, Copy::Bare), (0, 0));
 }
 
-/// Soundness must not rest on a drop that safe code can leave out.
 #[test]
-fn a_wrapper_that_is_leaked_leaks_its_copy_and_nothing_else() {
-    // In a process of its own: a section that never ends is leaked too.
-    let name = "a_wrapper_that_is_leaked_leaks_its_copy_and_nothing_else";
-    if let Some(output) = common::in_child(name, |_| ()) {
-        assert!(output.status.success(), "{output:?}");
-        return;
+fn it_is_staged_and_nobody_waits() {
+    let rig = Rig::new();
+    let source = Registered::new(vec![1; LEN]);
+    let mut on_device = rig.zeros::<u8>(LEN);
+    let hold = rig.sim.hold();
+    for _ in 0..100 {
+        rig.stream
+            .memcpy_htod_checked(&source.memory, &mut on_device)
+            .unwrap();
     }
-    for kind in [DeviceKind::Discrete, DeviceKind::Coherent] {
-        let rig = Rig::with(|sim| sim.set_device(kind));
-        assert_eq!(faults(&rig, &rig.stream, Copy::Forgotten), (0, 0));
-    }
+    drop(source);
+    drop(hold);
+    assert_eq!(rig.read_back(&on_device), [1; LEN]);
+    rig.assert_sound();
 }
 
 #[test]
 fn every_stream_is_as_good() {
     let rig = Rig::new();
-    let mut all = vec![
-        rig.context.default_stream(),
-        rig.context.new_stream().unwrap(),
-    ];
-    // cudarc can use it only through a stream of its own making.
-    all.push(rig.context.per_thread_stream());
-    for stream in &all {
-        assert_eq!(faults(&rig, stream, Copy::Checked), (0, 0));
+    let created = rig.context.new_stream().unwrap();
+    // `cudarc` makes a new object for a default stream at each call.
+    for _ in 0..2 {
+        for stream in [
+            rig.context.default_stream(),
+            rig.context.per_thread_stream(),
+            Arc::clone(&created),
+        ] {
+            assert_eq!(faults(&rig, &stream, Copy::Checked), (0, 0));
+        }
     }
-    assert_ne!(faults(&rig, &all[1], Copy::Bare), (0, 0));
+    assert_ne!(faults(&rig, &created, Copy::Bare), (0, 0));
 }
 
 #[test]
@@ -118,9 +118,11 @@ fn a_device_that_reads_pageable_memory_late_reads_a_copy() {
                 sim.set_device(kind);
                 sim.set_pageable(Pageable::ReadLate);
             });
+            // Of its own: what the device is was asked once for each stream.
+            let stream = rig.context.new_stream().unwrap();
             let mut source = vec![1; LEN];
             let mut on_device = rig.zeros::<u8>(LEN);
-            copy.run(&rig.stream, &source, &mut on_device);
+            copy.run(&stream, &source, &mut on_device);
             source.fill(2);
             drop(source);
             let counters = rig.counters();
@@ -129,38 +131,6 @@ fn a_device_that_reads_pageable_memory_late_reads_a_copy() {
         assert_eq!(faults(Copy::Checked), 0, "{kind:?}");
         assert_ne!(faults(Copy::Bare), 0, "{kind:?}");
     }
-}
-
-/// `cudarc`'s own waits are skipped then.
-#[test]
-fn an_error_that_is_stored_meanwhile_skips_nothing() {
-    let rig = Rig::with(|sim| sim.set_device(DeviceKind::Coherent));
-    let source = vec![1; LEN];
-    let mut on_device = rig.zeros::<u8>(LEN);
-    let wrapper = checked(&source);
-    rig.stream.memcpy_htod(&wrapper, &mut on_device).unwrap();
-    rig.context
-        .record_err(Err::<(), _>(cudarc::driver::DriverError(
-            sys::CUresult::CUDA_ERROR_UNKNOWN,
-        )));
-    drop(wrapper);
-    drop(source);
-    assert!(rig.context.check_err().is_err(), "it is still to be told");
-    assert_eq!(rig.read_back(&on_device), [1; LEN]);
-    rig.assert_sound();
-}
-
-#[test]
-fn a_pageable_slice_is_not_copied_and_nothing_waits() {
-    let rig = Rig::new();
-    let mut on_device = rig.zeros::<u8>(LEN);
-    let hold = rig.sim.hold();
-    let wrapper = checked(&[1u8; LEN][..]);
-    rig.stream.memcpy_htod(&wrapper, &mut on_device).unwrap();
-    assert!(format!("{wrapper:?}").contains("copied: false"));
-    drop(wrapper);
-    drop(hold);
-    assert_eq!(rig.read_back(&on_device), [1; LEN]);
 }
 
 #[test]
@@ -176,82 +146,284 @@ fn a_slice_over_several_regions_arrives() {
         .memcpy_htod(memory.as_slice(), &mut on_device)
         .expect_err("the driver refuses one copy of such a slice");
     rig.stream
-        .memcpy_htod(&checked(&memory), &mut on_device)
+        .memcpy_htod_checked(&*memory, &mut on_device)
         .unwrap();
     assert_eq!(rig.read_back(&on_device), *memory);
     rig.assert_sound();
 }
 
+/// `cudarc`'s own page-locked buffer, which no registry knows, holding ones.
+fn pinned_host_slice(rig: &Rig) -> PinnedHostSlice<u8> {
+    // SAFETY: written before it is read.
+    let mut slice = unsafe { rig.context.alloc_pinned(LEN) }.unwrap();
+    slice.as_mut_slice().unwrap().fill(1);
+    slice
+}
+
+/// As with `cudarc`'s own call. The slice of it is the twin.
 #[test]
-fn one_wrapper_serves_several_copies() {
+fn a_buffer_of_cudarcs_counts_as_page_locked() {
+    let torn = |copy: fn(&Rig, &PinnedHostSlice<u8>, &mut CudaSlice<u8>)| {
+        let rig = Rig::new();
+        let mut source = pinned_host_slice(&rig);
+        let mut on_device = rig.zeros::<u8>(LEN);
+        copy(&rig, &source, &mut on_device);
+        source.as_mut_slice().unwrap().fill(2);
+        rig.counters().torn_transfers
+    };
+    assert_eq!(
+        torn(|rig, source, dst| rig.stream.memcpy_htod_checked(source, dst).unwrap()),
+        0
+    );
+    assert_eq!(
+        torn(|rig, source, dst| *dst = rig.stream.clone_htod_checked(source).unwrap()),
+        0
+    );
+    assert_eq!(
+        torn(|rig, source, dst| {
+            let slice = source.as_slice().unwrap();
+            rig.stream.memcpy_htod_checked(slice, dst).unwrap();
+        }),
+        1
+    );
+}
+
+/// The stream waits for the work that fills it; the CPU must not read it before.
+#[test]
+fn a_buffer_of_cudarcs_is_read_in_the_order_of_the_stream() {
+    let rig = Rig::new();
+    let other = rig.context.new_stream().unwrap();
+    let sevens = other.clone_htod(&[7u8; LEN]).unwrap();
+    other.synchronize().unwrap();
+    let mut buffer = pinned_host_slice(&rig);
+    let mut on_device = rig.zeros::<u8>(LEN);
+    other.memcpy_dtoh(&sevens, &mut buffer).unwrap();
+    rig.stream
+        .memcpy_htod_checked(&buffer, &mut on_device)
+        .unwrap();
+    // (The simulated driver counts the device's own write as a change.)
+    assert_eq!(rig.read_back(&on_device), [7; LEN]);
+}
+
+/// A source may say one length and hand out another.
+struct SaysAnotherLength(usize);
+
+impl HostSlice<u8> for SaysAnotherLength {
+    fn len(&self) -> usize {
+        self.0
+    }
+
+    unsafe fn stream_synced_slice<'a>(&'a self, _: &'a CudaStream) -> (&'a [u8], SyncOnDrop<'a>) {
+        (&[3; 8], SyncOnDrop::Sync(None))
+    }
+
+    unsafe fn stream_synced_mut_slice<'a>(
+        &'a mut self,
+        _: &'a CudaStream,
+    ) -> (&'a mut [u8], SyncOnDrop<'a>) {
+        (&mut [], SyncOnDrop::Sync(None))
+    }
+}
+
+#[test]
+fn the_length_is_that_of_the_slice() {
+    let rig = Rig::new();
+    for says in [2, 100] {
+        let mut host = SaysAnotherLength(says);
+        let on_device = rig.stream.clone_htod_checked(&host).unwrap();
+        assert_eq!(rig.read_back(&on_device), [3; 8]);
+        let copied = rig.stream.memcpy_dtoh_checked(&on_device, &mut host);
+        assert!(matches!(copied, Err(CudaError::DestinationTooShort { .. })));
+    }
+    rig.assert_sound();
+}
+
+/// A stream that `cudarc` joins to another stream's capture, since the
+/// destination is part of it: the graph would keep the address of the source.
+#[test]
+fn a_copy_that_would_be_captured_is_refused() {
+    fn run(copy: Copy, pinned: bool) -> Result<u64, CudaError> {
+        let rig = Rig::new();
+        let second = rig.context.new_stream().unwrap();
+        let source = pinned.then(|| Registered::new(vec![5; LEN]));
+        let pageable = vec![5; LEN];
+        let bytes = source.as_ref().map_or(&pageable, |it| &it.memory);
+        rig.stream
+            .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            .unwrap();
+        let mut inner = rig.stream.alloc_zeros::<u8>(LEN).unwrap();
+        let copied = match copy {
+            Copy::Bare => second.memcpy_htod(bytes, &mut inner).map_err(bare),
+            _ => second.memcpy_htod_checked(bytes, &mut inner),
+        };
+        rig.stream.join(&second).unwrap();
+        let graph: Option<CudaGraph> = rig
+            .stream
+            .end_capture(CUgraphInstantiate_flags(0))
+            .unwrap_or_default();
+        drop((source, pageable));
+        // The graph allocated it.
+        std::mem::forget(inner);
+        copied?;
+        graph.unwrap().launch().unwrap();
+        let counters = rig.counters();
+        Ok(counters.torn_transfers + counters.dead_reads)
+    }
+    for pinned in [false, true] {
+        assert_eq!(
+            run(Copy::Checked, pinned),
+            Err(CudaError::StreamIsCapturing)
+        );
+        assert_ne!(run(Copy::Bare, pinned).unwrap(), 0);
+    }
+}
+
+fn bare(source: DriverError) -> CudaError {
+    CudaError::Driver {
+        call: "bare",
+        source,
+    }
+}
+
+#[test]
+fn a_capture_of_its_own_refuses_it_and_goes_on() {
+    let rig = Rig::new();
+    let mut on_device = rig.zeros::<u8>(LEN);
+    let mut host = pinned_host_slice(&rig);
+    rig.stream
+        .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        .unwrap();
+    let refused = Err(CudaError::StreamIsCapturing);
+    let stream = &rig.stream;
+    assert_eq!(
+        stream.memcpy_htod_checked(&[1; LEN], &mut on_device),
+        refused
+    );
+    assert_eq!(stream.memcpy_htod_checked(&host, &mut on_device), refused);
+    assert_eq!(stream.memcpy_dtoh_checked(&on_device, &mut host), refused);
+    assert!(stream.clone_dtoh_checked(&on_device).is_err());
+    // None of them has spoilt the capture.
+    stream.end_capture(CUgraphInstantiate_flags(0)).unwrap();
+    rig.assert_sound();
+}
+
+#[test]
+fn results_have_arrived_when_the_call_returns() {
+    let rig = Rig::new();
+    let on_device = rig.stream.clone_htod_checked(&[9u8; LEN]).unwrap();
+    let mut array = [0u8; LEN];
+    rig.stream
+        .memcpy_dtoh_checked(&on_device, &mut array)
+        .unwrap();
+    assert_eq!(array, [9; LEN]);
+    assert_eq!(rig.stream.clone_dtoh_checked(&on_device).unwrap(), [9; LEN]);
+    let mut pinned = pinned_host_slice(&rig);
+    rig.stream
+        .memcpy_dtoh_checked(&on_device, &mut pinned)
+        .unwrap();
+    assert_eq!(pinned.as_slice().unwrap(), [9; LEN]);
+    let mut registered = Registered::new(vec![0; LEN]);
+    rig.stream
+        .memcpy_dtoh_checked(&on_device, &mut registered.memory)
+        .unwrap();
+    assert_eq!(registered.memory, [9; LEN]);
+
+    // The twin.
+    rig.stream
+        .memcpy_dtoh(&on_device, &mut registered.memory)
+        .unwrap();
+    drop(registered);
+    assert_ne!(rig.counters().dead_writes, 0);
+}
+
+#[test]
+fn a_destination_that_is_too_short_is_an_error() {
+    let rig = Rig::new();
+    let mut on_device = rig.zeros::<u8>(3);
+    let too_short = Err(CudaError::DestinationTooShort {
+        source: 4,
+        destination: 3,
+    });
+    assert_eq!(
+        rig.stream.memcpy_htod_checked(&[0; 4], &mut on_device),
+        too_short
+    );
+    let on_device = rig.zeros::<u8>(4);
+    assert_eq!(
+        rig.stream.memcpy_dtoh_checked(&on_device, &mut [0; 3]),
+        too_short
+    );
+}
+
+#[test]
+fn empty_slices_and_elements_without_bytes_are_nothing() {
+    let rig = Rig::new();
+    let mut on_device = rig.zeros::<u8>(1);
+    let copies = rig.sim.calls("cuMemcpyHtoDAsync_v2");
+    rig.stream
+        .memcpy_htod_checked(&[0u8; 0], &mut on_device)
+        .unwrap();
+    let nothings = [[0u8; 0]; 4];
+    assert_eq!(rig.stream.clone_htod_checked(&nothings).unwrap().len(), 4);
+    assert_eq!(rig.sim.calls("cuMemcpyHtoDAsync_v2"), copies);
+    rig.assert_sound();
+}
+
+/// It has no place to keep what checked copies need, and is not kept for it.
+#[test]
+fn a_stream_ends_when_the_program_drops_it() {
     let rig = Rig::new();
     let source = PinnedBuffer::from_slice(&rig.context, &[7u8; LEN]).unwrap();
-    let second = rig.context.new_stream().unwrap();
-    let mut on_device = [rig.zeros::<u8>(LEN), rig.zeros::<u8>(LEN)];
-    let wrapper = checked(&source);
-    for (stream, slice) in [&rig.stream, &second].into_iter().zip(&mut on_device) {
-        stream.memcpy_htod(&wrapper, slice).unwrap();
+    let frees = rig.sim.calls("cuMemFreeHost");
+    for _ in 0..10 {
+        let stream = rig.context.new_stream().unwrap();
+        let mut on_device = rig.zeros::<u8>(LEN);
+        stream
+            .memcpy_htod_checked(&source[..], &mut on_device)
+            .unwrap();
+        let ended = rig.sim.calls("cuStreamDestroy_v2");
+        stream.synchronize().unwrap();
+        drop(stream);
+        assert_eq!(rig.sim.calls("cuStreamDestroy_v2"), ended + 1);
     }
-    drop(wrapper);
-    second.synchronize().unwrap();
-    for slice in &on_device {
-        assert_eq!(rig.read_back(slice), [7; LEN]);
+    // Each was found gone, and its ring idle, by the next.
+    assert!(rig.sim.calls("cuMemFreeHost") >= frees + 9);
+    rig.assert_sound();
+}
+
+#[test]
+fn the_ring_of_a_stream_that_ended_is_kept_while_the_device_reads_it() {
+    let rig = Rig::new();
+    let source = PinnedBuffer::from_slice(&rig.context, &[7u8; LEN]).unwrap();
+    let mut on_device = [rig.zeros::<u8>(LEN), rig.zeros::<u8>(LEN)];
+    let hold = rig.sim.hold();
+    for dst in &mut on_device {
+        let stream = rig.context.new_stream().unwrap();
+        stream.memcpy_htod_checked(&source[..], dst).unwrap();
+    }
+    drop(hold);
+    rig.sim.drain();
+    for dst in &on_device {
+        assert_eq!(rig.read_back(dst), [7; LEN]);
     }
     rig.assert_sound();
 }
 
 #[test]
-fn a_graph_gets_a_copy_that_is_never_freed() {
-    let launch = |copy: Copy| {
-        let rig = Rig::new();
-        // SAFETY: one stream only; events cannot be recorded across a capture.
-        unsafe { rig.context.disable_event_tracking() };
-        let mut on_device = rig.zeros::<u8>(LEN);
-        let source = Registered::new(vec![1; LEN]);
-        rig.stream
-            .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_RELAXED)
-            .unwrap();
-        copy.run(&rig.stream, &source.memory, &mut on_device);
-        let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-        let graph = rig.stream.end_capture(flags).unwrap().unwrap();
-        drop(source);
-        for _ in 0..3 {
-            graph.launch().unwrap();
-        }
-        // SAFETY: as it was before.
-        unsafe { rig.context.enable_event_tracking() };
-        let counters = rig.counters();
-        counters.torn_transfers + counters.dead_reads
-    };
-    assert_eq!(launch(Copy::Checked), 0);
-    assert_ne!(launch(Copy::Bare), 0);
-}
-
-#[test]
-fn pinning_waits_for_the_call() {
+fn a_context_ends_though_its_default_stream_was_used() {
     let rig = Rig::new();
-    let source: Arc<[u8]> = vec![7; LEN].into();
-    let mut on_device = rig.zeros::<u8>(LEN);
-    let barrier = Barrier::new(2);
-    thread::scope(|scope| {
-        let wrapper = checked(&source[..]);
-        rig.stream.memcpy_htod(&wrapper, &mut on_device).unwrap();
-        let pinning = scope.spawn(|| {
-            barrier.wait();
-            global()
-                .pin_within(
-                    std::time::Duration::from_millis(20),
-                    Region::of(&source).unwrap(),
-                    || Ok::<(), ()>(()),
-                )
-                .is_ok()
-        });
-        barrier.wait();
-        assert!(!pinning.join().unwrap(), "pinned during the call");
-        drop(wrapper);
-        let pinned = global().pin_with(Region::of(&source).unwrap(), || Ok::<(), ()>(()));
-        pinned.unwrap().unpin_with(|| Ok::<(), ()>(())).unwrap();
-    });
+    let ended = {
+        let context = CudaContext::new(0).unwrap();
+        context
+            .default_stream()
+            .clone_htod_checked(&[1u8; 8])
+            .unwrap();
+        Arc::downgrade(&context)
+    };
+    // The next new stream finds that nobody uses it.
+    let stream = rig.context.new_stream().unwrap();
+    stream.clone_htod_checked(&[1u8; 8]).unwrap();
+    assert!(ended.upgrade().is_none());
 }
 
 #[test]
@@ -261,32 +433,25 @@ fn whichever_call_fails_nothing_is_torn_or_dead() {
             "cuStreamIsCapturing",
             "cuDeviceGetAttribute",
             "cuCtxGetCurrent",
-            "cuCtxSynchronize",
+            "cuEventRecord",
+            "cuEventCreate",
+            "cuStreamWaitEvent",
+            "cuMemHostAlloc",
             "cuMemcpyHtoDAsync_v2",
         ] {
-            for nth in 1..4 {
+            for nth in 1..6 {
                 let rig = Rig::with(|sim| sim.set_device(kind));
+                let stream = rig.context.new_stream().unwrap();
                 let mut source = Registered::new(vec![1; LEN]);
                 let mut on_device = rig.zeros::<u8>(LEN);
                 rig.sim.fail_nth_after_acting(call, nth, code::UNKNOWN);
-                let _ = rig
-                    .stream
-                    .memcpy_htod(&checked(&source.memory), &mut on_device);
+                let _ = stream.memcpy_htod_checked(&source.memory, &mut on_device);
                 rig.sim.clear_faults();
                 source.memory.fill(2);
                 drop(source);
+                let _ = rig.context.check_err();
                 rig.assert_sound();
             }
         }
     }
-}
-
-#[test]
-fn empty_slices_and_elements_without_bytes_are_nothing() {
-    let rig = Rig::new();
-    let mut on_device = rig.zeros::<u8>(1);
-    rig.stream
-        .memcpy_htod(&checked(&[0u8; 0]), &mut on_device)
-        .unwrap();
-    rig.assert_sound();
 }

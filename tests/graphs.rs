@@ -15,7 +15,7 @@ use common::{Rig, in_child, is_child, waiting_copier};
 use cuda_sim::{Timing, code};
 use cudarc::driver::sys::{self, CUstreamCaptureMode as Mode};
 use cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtrMut, DeviceSlice, SyncOnDrop};
-use pinned_hosts::cuda::{CudaError, PinnedBuffer, reclaim_captured};
+use pinned_hosts::cuda::{CudaError, DeviceDestination, PinnedBuffer, reclaim_captured};
 use pinned_hosts::live_count;
 
 const LEN: usize = 4096;
@@ -666,8 +666,7 @@ fn what_an_old_driver_lacks_is_an_error_of_captures_alone() {
     }
 }
 
-/// A destination of the program's own, which does something when its address
-/// is asked for. `DevicePtrMut` is a safe trait.
+/// A destination during whose address something happens.
 struct Acting<F> {
     inner: CudaSlice<u8>,
     act: F,
@@ -693,6 +692,10 @@ impl<F: Fn()> DevicePtrMut<u8> for Acting<F> {
         got
     }
 }
+
+// SAFETY: the memory is a `CudaSlice`'s. What `act` does beside that stands for
+// another thread's doing.
+unsafe impl<F: Fn()> DeviceDestination<u8> for Acting<F> {}
 
 /// The buffer goes to the graph that the copy goes to.
 #[test]

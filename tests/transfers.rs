@@ -20,7 +20,9 @@ use cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DeviceSlice, DriverError,
     SyncOnDrop, ValidAsZeroBits,
 };
-use pinned_hosts::cuda::{Copier, CudaError, PinnedBuffer, Transfer, TransferError};
+use pinned_hosts::cuda::{
+    Copier, CudaError, DeviceDestination, DeviceSource, PinnedBuffer, Transfer, TransferError,
+};
 use pinned_hosts::live_count;
 
 const LEN: usize = 4096;
@@ -243,6 +245,12 @@ impl<F: Fn(), G: Fn()> DevicePtr<u8> for Acting<F, G> {
     }
 }
 
+// SAFETY: the memory is a `CudaSlice`'s. What `act` does beside that stands for
+// another thread's doing.
+unsafe impl<F: Fn(), G: Fn()> DeviceSource<u8> for Acting<F, G> {}
+// SAFETY: as above.
+unsafe impl<F: Fn(), G: Fn()> DeviceDestination<u8> for Acting<F, G> {}
+
 /// Nothing says that device memory of the program's own is freed in the order
 /// of the stream, as `cudarc`'s is.
 #[test]
@@ -418,6 +426,10 @@ fn nothing_to_copy_is_done_at_once() {
             self.0.device_ptr_mut(stream)
         }
     }
+    // SAFETY: its elements have no bytes.
+    unsafe impl DeviceSource<Nothing> for Sizeless {}
+    // SAFETY: as above.
+    unsafe impl DeviceDestination<Nothing> for Sizeless {}
 
     let rig = Rig::new();
     let sizeless = Sizeless(rig.zeros(8));

@@ -26,15 +26,15 @@ pub(super) fn warn(
     cost: Duration,
     no_ring: Option<&CudaError>,
 ) {
-    log::emit(|| match region {
-        Some(region) => tracing::warn!(
-            %site, %region, ?residency, ?cost, no_ring = no_ring.map(tracing::field::display),
+    let no_ring = no_ring.map(tracing::field::display);
+    log::emit(|| match residency {
+        Residency::Pinned | Residency::Seam | Residency::Mixed => tracing::warn!(
+            %site, region = region.map(tracing::field::display), ?residency, ?cost, no_ring,
             "a copy from page-locked memory waited for the device: Policy::Stage (for sources \
              within its limit), Copier::copy_h2d_from, upload and scope would not"
         ),
-        None => tracing::warn!(
-            %site, ?residency, ?cost,
-            no_ring = no_ring.map(tracing::field::display),
+        Residency::Pageable => tracing::warn!(
+            %site, ?residency, ?cost, no_ring,
             "a copy waited for the device, which may read pageable memory late: Policy::Stage (for \
              sources within its limit), Copier::copy_h2d_from and upload would not; if the driver \
              stages such memory on this device, see CopierOptions::trust_pageable_access"

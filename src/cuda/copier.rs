@@ -32,16 +32,16 @@ use std::panic::Location;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::CUdeviceptr;
-use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr};
+use cudarc::driver::{CudaContext, CudaStream, DeviceRepr};
 
-use super::CudaError;
-use super::device::reads_pageable_late;
+use super::context::{keep_tracking, reads_pageable_late};
 use super::driver::{self, Event};
 use super::late::LateCopy;
 use super::options::{CopierOptions, Policy};
 use super::pinned_buffer::PinnedBuffer;
 use super::staging::StagingRing;
 use super::stats::{CopyStats, Counts};
+use super::{CudaError, DeviceDestination, DeviceSource};
 use crate::span::Span;
 use crate::{Residency, global, reader};
 
@@ -69,6 +69,14 @@ use crate::{Residency, global, reader};
 #[derive(Debug)]
 pub struct Copier {
     pub(super) stream: Arc<CudaStream>,
+    pub(super) lane: Arc<Lane>,
+}
+
+/// All that a copier needs for one stream, but for the stream, which it keeps
+/// from ending no longer than the program wants it.
+#[derive(Debug)]
+pub(super) struct Lane {
+    context: Arc<CudaContext>,
     /// Events to record behind copies that have to be waited for, as many as
     /// threads have waited at once. They cannot share one: on the per-thread
     /// default stream, another thread's record is on another stream.
@@ -78,6 +86,49 @@ pub struct Copier {
     pub(super) options: CopierOptions,
     pub(super) staging: StagingRing,
     pub(super) counts: Counts,
+}
+
+impl Lane {
+    pub(super) fn new(
+        context: &Arc<CudaContext>,
+        options: CopierOptions,
+    ) -> Result<Self, CudaError> {
+        driver::require()?;
+        keep_tracking(context)?;
+        Ok(Self {
+            context: Arc::clone(context),
+            idle_events: Mutex::new(vec![Event::new(context)?]),
+            reads_pageable_late: reads_pageable_late(context, options.trusts_pageable_access)?,
+            options,
+            staging: StagingRing::new(options),
+            counts: Counts::default(),
+        })
+    }
+
+    pub(super) fn is_of(&self, context: &Arc<CudaContext>) -> bool {
+        Arc::ptr_eq(&self.context, context)
+    }
+
+    /// Whether anybody but this lane has the context.
+    pub(super) fn is_context_used(&self) -> bool {
+        let ours = 1 + self.idle_events().len() + self.staging.contexts();
+        Arc::strong_count(&self.context) > ours
+    }
+
+    fn idle_events(&self) -> MutexGuard<'_, Vec<Event>> {
+        self.idle_events
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn take_event(&self) -> Result<Event, CudaError> {
+        let idle = self.idle_events().pop();
+        idle.map_or_else(|| Event::new(&self.context), Ok)
+    }
+
+    pub(super) fn put_back(&self, event: Event) {
+        self.idle_events().push(event);
+    }
 }
 
 impl Copier {
@@ -99,15 +150,9 @@ impl Copier {
         stream: &Arc<CudaStream>,
         options: CopierOptions,
     ) -> Result<Self, CudaError> {
-        driver::require()?;
-        let context = stream.context();
         Ok(Self {
             stream: Arc::clone(stream),
-            idle_events: Mutex::new(vec![Event::new(context)?]),
-            reads_pageable_late: reads_pageable_late(context, options.trusts_pageable_access)?,
-            options,
-            staging: StagingRing::new(stream, options),
-            counts: Counts::default(),
+            lane: Arc::new(Lane::new(stream.context(), options)?),
         })
     }
 
@@ -146,9 +191,9 @@ impl Copier {
     pub fn copy_h2d_async<T, D>(&self, src: &[T], dst: &mut D) -> Result<(), CudaError>
     where
         T: DeviceRepr,
-        D: DevicePtrMut<T>,
+        D: DeviceDestination<T>,
     {
-        self.copy_h2d_async_with(self.options.policy, src, dst)
+        self.copy_h2d_async_with(self.lane.options.policy, src, dst)
     }
 
     /// As [`copy_h2d_async`](Self::copy_h2d_async), with another policy.
@@ -169,35 +214,38 @@ impl Copier {
     ) -> Result<(), CudaError>
     where
         T: DeviceRepr,
-        D: DevicePtrMut<T>,
+        D: DeviceDestination<T>,
     {
         let site = Location::caller();
         self.copy_to(dst, src.len(), |dst| {
             // SAFETY: `src` is borrowed until this function returns; `copy_to`
             // saw that the destination is long enough.
-            unsafe { self.copy_borrowed(policy, src.as_ptr().cast(), Span::of(src), dst, site) }
+            unsafe { self.copy_borrowed(policy, src, true, dst, site) }
         })
     }
 
-    /// Makes the copy, and returns once the device will not read its source any
-    /// more, which begins at `source` and is where `span` says.
+    /// Copies all of `src` to `dst`, and returns once the device will not read
+    /// `src` any more. Unless it `is_plain` memory, its owner has ordered other
+    /// work before the copy, on the stream alone: the CPU must not read it yet,
+    /// and it counts as page-locked.
     ///
     /// # Safety
     ///
     /// As [`copy_late`](Self::copy_late).
-    unsafe fn copy_borrowed(
+    pub(super) unsafe fn copy_borrowed<T>(
         &self,
         policy: Policy,
-        source: *const u8,
-        span: Span,
+        src: &[T],
+        is_plain: bool,
         dst: CUdeviceptr,
         site: &Location<'static>,
     ) -> Result<(), CudaError> {
+        let (source, span) = (src.as_ptr().cast(), Span::of(src));
         // From before the question until the device is done with the source.
         let (section, residency) = reader::enter_and_ask(span);
 
-        if residency == Residency::Pageable && !self.reads_pageable_late {
-            self.counts.pageable.add(1);
+        if residency == Residency::Pageable && !self.lane.reads_pageable_late && is_plain {
+            self.lane.counts.pageable.add(1);
             // SAFETY: the driver stages a pageable source before it returns;
             // the caller's promise for the rest.
             return unsafe { driver::copy_h2d(dst, source, span.len(), &self.stream) };
@@ -206,7 +254,11 @@ impl Copier {
         let copy = LateCopy {
             source,
             span,
-            residency,
+            residency: match residency {
+                Residency::Pageable if !is_plain => Residency::Pinned,
+                known => known,
+            },
+            is_plain,
             dst,
         };
         // SAFETY: the caller's promise.
@@ -235,26 +287,40 @@ impl Copier {
     pub fn copy_d2h_async<T, D>(&self, src: &D, dst: &mut [T]) -> Result<(), CudaError>
     where
         T: DeviceRepr,
-        D: DevicePtr<T>,
+        D: DeviceSource<T>,
     {
         let len = src.len();
-        self.copy_from(src, len, dst.len(), |src| {
-            let _section = global().enter();
+        self.copy_from(src, dst.len(), |src| {
             let dst = &mut dst[..len];
-            let span = Span::of(dst);
-            let bytes = size_of_val(dst);
-            let destination = dst.as_mut_ptr().cast::<u8>();
-            let snapshot = global().snapshot();
-            let residency = snapshot.residency(span);
-            if self.options.policy == Policy::Deny && residency != Residency::Pageable {
-                self.counts.denied.add(1);
-                return Err(CudaError::Denied { residency, bytes });
-            }
-            self.counts.downloads.add(1);
             // SAFETY: `dst` is borrowed until this function returns, and the
             // source as long.
-            unsafe { self.copy_back(&snapshot, src, destination, span) }
+            unsafe { self.copy_to_borrowed(src, dst.as_mut_ptr().cast(), Span::of(dst)) }
         })
+    }
+
+    /// Copies as many bytes as `span` has from `src` to `destination`, where it
+    /// begins, and returns once they are there.
+    ///
+    /// # Safety
+    ///
+    /// As [`copy_back`](Self::copy_back).
+    pub(super) unsafe fn copy_to_borrowed(
+        &self,
+        src: CUdeviceptr,
+        destination: *mut u8,
+        span: Span,
+    ) -> Result<(), CudaError> {
+        let _section = global().enter();
+        let snapshot = global().snapshot();
+        let residency = snapshot.residency(span);
+        if self.lane.options.policy == Policy::Deny && residency != Residency::Pageable {
+            let bytes = span.len();
+            self.lane.counts.denied.add(1);
+            return Err(CudaError::Denied { residency, bytes });
+        }
+        self.lane.counts.downloads.add(1);
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_back(&snapshot, src, destination, span) }
     }
 
     /// Copies `elements` of `src` to the beginning of `dst`, in the order of
@@ -278,7 +344,7 @@ impl Copier {
     ) -> Result<(), CudaError>
     where
         T: DeviceRepr,
-        D: DevicePtrMut<T>,
+        D: DeviceDestination<T>,
     {
         let part = src
             .get(elements.clone())
@@ -288,7 +354,7 @@ impl Copier {
                 len: src.len(),
             })?;
         self.copy_to(dst, part.len(), |dst| {
-            self.counts.owned.add(1);
+            self.lane.counts.owned.add(1);
             let source = part.as_ptr().cast();
             src.use_in(&self.stream, || {
                 // SAFETY: the buffer keeps its memory, and keeps it from being
@@ -302,22 +368,15 @@ impl Copier {
     /// What this copier has done so far.
     #[must_use]
     pub fn stats(&self) -> CopyStats {
-        self.counts.read()
+        self.lane.counts.read()
     }
+}
 
-    fn idle_events(&self) -> MutexGuard<'_, Vec<Event>> {
-        self.idle_events
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn take_event(&self) -> Result<Event, CudaError> {
-        let idle = self.idle_events().pop();
-        idle.map_or_else(|| Event::new(self.stream.context()), Ok)
-    }
-
-    pub(super) fn put_back(&self, event: Event) {
-        self.idle_events().push(event);
+/// Marks the copies that are in the open block of the ring, while the stream is
+/// at hand.
+impl Drop for Copier {
+    fn drop(&mut self) {
+        self.lane.staging.mark(&self.stream);
     }
 }
 

@@ -1,12 +1,215 @@
-//! The end of a copy that is on the device: where it is, and what is to be
-//! right around asking that.
+//! The end of a copy that is on the device: which memory it can be, and the
+//! preconditions of a copy.
 
-use std::ptr;
+use std::marker::PhantomData;
+use std::mem;
+use std::sync::Arc;
 
 use cudarc::driver::sys::CUdeviceptr;
-use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
+use cudarc::driver::{
+    CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop,
+    UnifiedSlice, UnifiedView, UnifiedViewMut,
+};
 
-use super::{Copier, CudaError, driver};
+use super::wait::{abort_unless_dead, wait_for_stream};
+use super::{Copier, CudaError, context, driver};
+
+/// Device memory that a copy can read: `cudarc`'s slices and views, and
+/// [`RawDeviceMemory`].
+///
+/// [`DevicePtr`] alone is not enough: safe code can implement it with any
+/// address.
+///
+/// # Safety
+///
+/// For as long as the value lives:
+///
+/// 1. [`device_ptr`](DevicePtr::device_ptr) returns the address of
+///    [`len`](DeviceSlice::len) valid elements of device memory, in the context
+///    of [`stream`](DeviceSlice::stream). All three are the same at each call.
+/// 2. It makes the given stream wait for what has to come before a read, and
+///    the returned [`SyncOnDrop`] has an event, to be recorded on the given
+///    stream, that a write and the free of the memory wait for. If it has none,
+///    somebody has promised that nobody writes or frees the memory before the
+///    device has read it.
+/// 3. Neither function does anything else with the driver or with a stream.
+pub unsafe trait DeviceSource<T>: DevicePtr<T> {}
+
+/// Device memory that a copy can write: `cudarc`'s slices and mutable views,
+/// and [`RawDeviceMemory`].
+///
+/// A type of one's own that only claims to be device memory is refused:
+///
+/// ```compile_fail,E0277
+/// use std::sync::Arc;
+///
+/// use pinned_hosts::cuda::cudarc::driver::sys::CUdeviceptr;
+/// use pinned_hosts::cuda::cudarc::driver::{CudaStream, DevicePtrMut, DeviceSlice, SyncOnDrop};
+/// use pinned_hosts::cuda::{Copier, CudaError};
+///
+/// struct Claimed(Arc<CudaStream>);
+///
+/// impl DeviceSlice<u8> for Claimed {
+///     fn len(&self) -> usize {
+///         1 << 30
+///     }
+///     fn stream(&self) -> &Arc<CudaStream> {
+///         &self.0
+///     }
+/// }
+///
+/// impl DevicePtrMut<u8> for Claimed {
+///     fn device_ptr_mut<'a>(&'a mut self, _: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
+///         (0x1000, SyncOnDrop::Sync(None))
+///     }
+/// }
+///
+/// fn write(copier: &Copier, claimed: &mut Claimed) -> Result<(), CudaError> {
+///     copier.copy_h2d_async(&[7], claimed)
+/// }
+/// ```
+///
+/// Who implements the trait as well takes the responsibility, and this compiles:
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use pinned_hosts::cuda::cudarc::driver::sys::CUdeviceptr;
+/// # use pinned_hosts::cuda::cudarc::driver::{
+/// #     CudaSlice, CudaStream, DevicePtrMut, DeviceSlice, SyncOnDrop,
+/// # };
+/// # use pinned_hosts::cuda::{Copier, CudaError};
+/// use pinned_hosts::cuda::DeviceDestination;
+///
+/// struct Wrapped(CudaSlice<u8>);
+///
+/// impl DeviceSlice<u8> for Wrapped {
+///     fn len(&self) -> usize {
+///         self.0.len()
+///     }
+///     fn stream(&self) -> &Arc<CudaStream> {
+///         self.0.stream()
+///     }
+/// }
+///
+/// impl DevicePtrMut<u8> for Wrapped {
+///     fn device_ptr_mut<'a>(&'a mut self, on: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
+///         self.0.device_ptr_mut(on)
+///     }
+/// }
+///
+/// // SAFETY: all of it is what `CudaSlice` does.
+/// unsafe impl DeviceDestination<u8> for Wrapped {}
+///
+/// fn write(copier: &Copier, wrapped: &mut Wrapped) -> Result<(), CudaError> {
+///     copier.copy_h2d_async(&[7], wrapped)
+/// }
+/// ```
+///
+/// # Safety
+///
+/// As for [`DeviceSource`], with [`device_ptr_mut`](DevicePtrMut::device_ptr_mut)
+/// in place of `device_ptr`, memory that need not hold valid elements, and an
+/// event that reads, other writes and the free wait for.
+pub unsafe trait DeviceDestination<T>: DevicePtrMut<T> {}
+
+macro_rules! of_cudarc {
+    ($name:ident: $($memory:ty),*) => {$(
+        // SAFETY: `cudarc` allocated the memory. The type keeps an event for
+        // each kind of use, and waits for both before the memory is written
+        // or freed (`keep_tracking`); without events, the program has taken
+        // the responsibility (`CudaContext::disable_event_tracking`).
+        unsafe impl<T> $name<T> for $memory {}
+    )*};
+}
+
+of_cudarc!(DeviceSource: CudaSlice<T>, CudaView<'_, T>, CudaViewMut<'_, T>);
+of_cudarc!(DeviceSource: UnifiedSlice<T>, UnifiedView<'_, T>, UnifiedViewMut<'_, T>);
+of_cudarc!(DeviceDestination: CudaSlice<T>, CudaViewMut<'_, T>);
+of_cudarc!(DeviceDestination: UnifiedSlice<T>, UnifiedViewMut<'_, T>);
+
+/// Device memory that neither `cudarc` nor this crate has allocated: an
+/// address, a length and a stream.
+///
+/// ```no_run
+/// use pinned_hosts::cuda::cudarc::driver::result;
+/// use pinned_hosts::cuda::{self, Copier, RawDeviceMemory};
+///
+/// let context = cuda::context(0)?;
+/// let stream = context.new_stream()?;
+/// let copier = Copier::new(&stream)?;
+/// // SAFETY: 4096 bytes, used in the order of `stream` alone, and freed in the
+/// // same order.
+/// unsafe {
+///     let address = result::malloc_async(stream.cu_stream(), 4096)?;
+///     let mut memory = RawDeviceMemory::<u32>::new(address, 1024, &stream);
+///     copier.copy_h2d_async(&[7; 1024], &mut memory)?;
+///     result::free_async(address, stream.cu_stream())?;
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct RawDeviceMemory<T> {
+    address: CUdeviceptr,
+    len: usize,
+    stream: Arc<CudaStream>,
+    elements: PhantomData<*mut T>,
+}
+
+// SAFETY: an address on the device, from which the host reads nothing.
+unsafe impl<T: Send> Send for RawDeviceMemory<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for RawDeviceMemory<T> {}
+
+impl<T> RawDeviceMemory<T> {
+    /// The `len` elements at `address`.
+    ///
+    /// # Safety
+    ///
+    /// 1. `address` is aligned for `T`, and `len` elements of device memory in
+    ///    the context of `stream` begin there. To copy from them, they hold
+    ///    valid elements.
+    /// 2. Copies neither wait for other uses of the memory, nor do other uses
+    ///    wait for copies. The caller sees to the order: on one stream nothing
+    ///    is to be done; between streams an event is.
+    /// 3. The memory is freed once the device has made all copies, or in their
+    ///    order.
+    #[must_use]
+    pub unsafe fn new(address: CUdeviceptr, len: usize, stream: &Arc<CudaStream>) -> Self {
+        Self {
+            address,
+            len,
+            stream: Arc::clone(stream),
+            elements: PhantomData,
+        }
+    }
+}
+
+impl<T> DeviceSlice<T> for RawDeviceMemory<T> {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+}
+
+impl<T> DevicePtr<T> for RawDeviceMemory<T> {
+    fn device_ptr<'a>(&'a self, _: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
+        (self.address, SyncOnDrop::Record(None))
+    }
+}
+
+impl<T> DevicePtrMut<T> for RawDeviceMemory<T> {
+    fn device_ptr_mut<'a>(&'a mut self, _: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
+        (self.address, SyncOnDrop::Record(None))
+    }
+}
+
+// SAFETY: what the caller of `new` has promised.
+unsafe impl<T> DeviceSource<T> for RawDeviceMemory<T> {}
+// SAFETY: as above.
+unsafe impl<T> DeviceDestination<T> for RawDeviceMemory<T> {}
 
 impl Copier {
     /// Calls `enqueue` with the beginning of `dst`, which has room for
@@ -15,8 +218,8 @@ impl Copier {
     ///
     /// # Errors
     ///
-    /// [`CudaError::DestinationTooShort`], as [`be_ready`](Self::be_ready), or
-    /// those of `enqueue`.
+    /// [`CudaError::DestinationTooShort`], as [`be_ready`](Self::be_ready), as
+    /// [`copy_to_ready`](Self::copy_to_ready), or those of `enqueue`.
     #[inline]
     pub(super) fn copy_to<T, D, E>(
         &self,
@@ -25,21 +228,40 @@ impl Copier {
         enqueue: impl FnOnce(CUdeviceptr) -> Result<(), E>,
     ) -> Result<(), E>
     where
-        D: DevicePtrMut<T>,
+        D: DeviceDestination<T>,
         E: From<CudaError>,
     {
         if !has_room(elements, dst.len(), size_of::<T>())? {
             return Ok(());
         }
-        self.between_questions(|stream| dst.device_ptr_mut(stream), enqueue)
+        self.be_ready()?;
+        self.copy_to_ready(dst, enqueue)
     }
 
-    /// Calls `enqueue` with the beginning of `src`, of which `elements`
-    /// elements are to be copied to a place for `room` of them, unless there is
-    /// nothing to copy. `src` notes the use that `enqueue` makes of it.
+    /// The same once [`be_ready`](Self::be_ready) was called, for a `dst` that
+    /// has room.
     ///
-    /// `elements` is the length of `src`, which is asked once: its type may be
-    /// the program's own, and say something else the next time.
+    /// # Errors
+    ///
+    /// [`CudaError::OtherContext`], [`CudaError::StreamIsCapturing`],
+    /// [`CudaError::Stored`], or those of `enqueue`.
+    #[inline]
+    pub(super) fn copy_to_ready<T, D, E>(
+        &self,
+        dst: &mut D,
+        enqueue: impl FnOnce(CUdeviceptr) -> Result<(), E>,
+    ) -> Result<(), E>
+    where
+        D: DeviceDestination<T>,
+        E: From<CudaError>,
+    {
+        self.be_in_context_of(dst.stream())?;
+        self.enqueue_noted(dst.device_ptr_mut(&self.stream), enqueue)
+    }
+
+    /// Calls `enqueue` with the beginning of `src`, all of which is to be copied
+    /// to a place for `room` elements, unless there is nothing to copy. `src`
+    /// notes the use that `enqueue` makes of it.
     ///
     /// # Errors
     ///
@@ -48,83 +270,111 @@ impl Copier {
     pub(super) fn copy_from<T, D, E>(
         &self,
         src: &D,
-        elements: usize,
         room: usize,
         enqueue: impl FnOnce(CUdeviceptr) -> Result<(), E>,
     ) -> Result<(), E>
     where
-        D: DevicePtr<T>,
+        D: DeviceSource<T>,
         E: From<CudaError>,
     {
-        if !has_room(elements, room, size_of::<T>())? {
+        if !has_room(src.len(), room, size_of::<T>())? {
             return Ok(());
         }
-        self.between_questions(|stream| src.device_ptr(stream), enqueue)
+        self.be_ready()?;
+        self.copy_from_ready(src, enqueue)
     }
 
-    /// Asks for the address between two questions whether all is right.
-    ///
-    /// `cudarc` makes the stream wait for the last uses there. That would spoil
-    /// a capture that has begun, and is left out while an error is stored: so
-    /// it is asked before. It joins the stream to a capture that a last use is
-    /// part of: so it is asked after. (What is not seen is an error that another
-    /// thread both stores and takes in between.) The type may also be the program's own,
-    /// and do anything: so neither question can be spared for any type.
+    /// As [`copy_to_ready`](Self::copy_to_ready).
     #[inline]
-    fn between_questions<'a, E: From<CudaError>>(
-        &'a self,
-        address: impl FnOnce(&'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>),
+    pub(super) fn copy_from_ready<T, D, E>(
+        &self,
+        src: &D,
         enqueue: impl FnOnce(CUdeviceptr) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let stream = &*self.stream;
-        self.be_ready()?;
-        let (address, on_drop) = address(stream);
-        let _noted = Noted { on_drop, stream };
-        self.be_ready()?;
-        enqueue(address)
+    ) -> Result<(), E>
+    where
+        D: DeviceSource<T>,
+        E: From<CudaError>,
+    {
+        self.be_in_context_of(src.stream())?;
+        self.enqueue_noted(src.device_ptr(&self.stream), enqueue)
     }
 
-    /// What has to be so right before a copy is enqueued.
-    fn be_ready(&self) -> Result<(), CudaError> {
+    /// The preconditions of asking for an address: `cudarc` makes the stream
+    /// wait for the last uses then, which spoils a capture that has begun, and
+    /// leaves the wait out while an error is stored.
+    #[inline]
+    pub(super) fn be_ready(&self) -> Result<(), CudaError> {
         let context = self.stream.context();
         driver::take_stored_error(context)?;
         driver::make_current(context)?;
+        self.refuse_capture()
+    }
+
+    #[inline]
+    fn refuse_capture(&self) -> Result<(), CudaError> {
         if driver::is_capturing(&self.stream)? {
             return Err(CudaError::StreamIsCapturing);
         }
         Ok(())
     }
-}
 
-/// Notes the use of device memory once it was enqueued, so that later uses on
-/// other streams come after it.
-struct Noted<'a> {
-    on_drop: SyncOnDrop<'a>,
-    stream: &'a CudaStream,
-}
-
-/// Notes it by itself where `cudarc` would record an event. `cudarc` leaves that
-/// out if another thread has stored an error meanwhile, and then no other
-/// stream knows of the copy, or waits for it before the memory is freed.
-impl Drop for Noted<'_> {
+    /// Whether `stream` is of the copier's context. Two objects for one context
+    /// of the driver count as the same.
     #[inline]
-    fn drop(&mut self) {
-        let SyncOnDrop::Record(target) = &mut self.on_drop else {
-            return;
-        };
-        let Some((event, stream)) = *target else {
-            return;
-        };
-        let context = stream.context();
-        // A type of the program's may have given other things. What is to come
-        // of those is `cudarc`'s to say.
-        if !ptr::eq(stream, self.stream) || event.context() != context {
-            return;
+    pub(super) fn be_in_context_of(&self, stream: &CudaStream) -> Result<(), CudaError> {
+        let (ours, theirs) = (self.stream.context(), stream.context());
+        if Arc::ptr_eq(ours, theirs) {
+            return Ok(());
         }
-        *target = None;
-        if context.is_managing_stream_synchronization() {
-            context.record_err(driver::record_use(event, stream));
+        if ours != theirs {
+            return Err(CudaError::OtherContext {
+                copier: ours.ordinal(),
+                memory: theirs.ordinal(),
+            });
         }
+        context::keep_tracking(theirs)
+    }
+
+    /// Calls `enqueue` with the address, and notes the use, so that later uses on
+    /// other streams, and the free, come after it.
+    ///
+    /// To ask for an address can join the stream to a capture that a last use
+    /// is part of, and can store an error. So both are looked at again. (An
+    /// error that another thread stores and takes in between is not seen.)
+    #[inline]
+    fn enqueue_noted<E: From<CudaError>>(
+        &self,
+        (address, on_drop): (CUdeviceptr, SyncOnDrop<'_>),
+        enqueue: impl FnOnce(CUdeviceptr) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let ready = driver::take_stored_error(self.stream.context());
+        if let Err(error) = ready.and_then(|()| self.refuse_capture()) {
+            // There is no use to note: a record would be part of the capture.
+            mem::forget(on_drop);
+            return Err(error.into());
+        }
+        let enqueued = enqueue(address);
+        let noted = self.note(on_drop);
+        enqueued?;
+        Ok(noted?)
+    }
+
+    /// Records the event of `on_drop`. `cudarc` alone leaves that out while
+    /// another thread's error is stored, and for managed memory while no stream
+    /// was created.
+    #[inline]
+    fn note(&self, mut on_drop: SyncOnDrop<'_>) -> Result<(), CudaError> {
+        let SyncOnDrop::Record(target) = &mut on_drop else {
+            return Ok(());
+        };
+        let Some((event, stream)) = target.take() else {
+            return Ok(());
+        };
+        let recorded = driver::record_use(event, stream);
+        recorded.or_else(|error| {
+            // The owner of the memory would free it under the copy.
+            abort_unless_dead(wait_for_stream(error, &self.stream))
+        })
     }
 }
 

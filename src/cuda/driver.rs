@@ -21,7 +21,7 @@ use crate::process::Process;
 /// `cudarc` to open a context or explain an error. `cudarc` panics in the call
 /// if one is missing, which must not happen between a copy and the wait for
 /// it; so all are looked for before the first copy.
-const FUNCTIONS: [&CStr; 25] = [
+const FUNCTIONS: [&CStr; 27] = [
     c"cuCtxGetCurrent",
     c"cuCtxSetCurrent",
     c"cuCtxSynchronize",
@@ -43,13 +43,16 @@ const FUNCTIONS: [&CStr; 25] = [
     c"cuMemHostUnregister",
     c"cuMemcpyDtoHAsync_v2",
     c"cuMemcpyHtoDAsync_v2",
+    c"cuStreamCreate",
+    c"cuStreamDestroy_v2",
     c"cuStreamIsCapturing",
     c"cuStreamSynchronize",
     c"cuStreamWaitEvent",
     c"cuThreadExchangeStreamCaptureMode",
 ];
 
-/// `CU_STREAM_PER_THREAD`: one handle for many streams, each thread's own.
+/// `CU_STREAM_PER_THREAD`: one handle for many streams, each thread's own. The
+/// handles below it are those of the other default stream.
 pub(super) const PER_THREAD_STREAM: usize = 2;
 
 /// Fails if there is no driver, or one without the functions this crate
@@ -80,20 +83,6 @@ fn look_for(functions: &[&'static CStr]) -> Result<(), CudaError> {
         }
     }
     Ok(())
-}
-
-/// Opens the primary context of the device `ordinal`, counted from 0.
-///
-/// [`CudaContext::new`] does the same, but panics where no driver is
-/// installed; this returns an error.
-///
-/// # Errors
-///
-/// [`CudaError::NoDriver`], [`CudaError::MissingFunction`], or
-/// [`CudaError::Driver`] if the driver finds no such device.
-pub fn context(ordinal: usize) -> Result<Arc<CudaContext>, CudaError> {
-    require()?;
-    CudaContext::new(ordinal).map_err(CudaError::driver("opening the device's context"))
 }
 
 /// Makes `context` the current one of this thread, as every driver call on
@@ -489,14 +478,11 @@ pub(super) unsafe fn unregister_host(
 
 /// Records an event of `cudarc`'s as [`CudaEvent::record`] does, but whether or
 /// not an error is stored, which stays where it is. Both are of one context.
-pub(super) fn record_use(event: &CudaEvent, stream: &CudaStream) -> Result<(), DriverError> {
-    let context = stream.context().cu_ctx();
-    if result::ctx::get_current()? != Some(context) {
-        // SAFETY: the stream keeps its context retained.
-        unsafe { result::ctx::set_current(context) }?;
-    }
+pub(super) fn record_use(event: &CudaEvent, stream: &CudaStream) -> Result<(), CudaError> {
+    make_current(stream.context())?;
     // SAFETY: both handles are kept valid by their owners.
     unsafe { result::event::record(event.cu_event(), stream.cu_stream()) }
+        .map_err(CudaError::driver("cuEventRecord"))
 }
 
 /// An event of this crate's own: its calls are never skipped because of an

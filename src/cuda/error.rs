@@ -63,6 +63,14 @@ pub enum CudaError {
     /// all memory that the allocator gives out to copy it through. Nothing was
     /// enqueued; try again.
     NowhereToBounce,
+    /// The device memory of a copy belongs to another context than the copier's
+    /// stream. Nothing was enqueued.
+    OtherContext {
+        /// The device of the copier's stream.
+        copier: usize,
+        /// The device of the memory.
+        memory: usize,
+    },
     /// The copier's policy is [`Policy::Deny`](super::Policy::Deny), and the
     /// device may use the borrowed host memory after the call. Nothing was
     /// enqueued.
@@ -186,6 +194,12 @@ impl fmt::Display for CudaError {
             Self::NowhereToBounce => f.write_str(
                 "the source is about to be unpinned, and so is the heap that the copy would go \
                  through: try again",
+            ),
+            Self::OtherContext { copier, memory } => write!(
+                f,
+                "the device memory belongs to another context (device {memory}) than the \
+                 copier's stream (device {copier}): make the copier on a stream of the memory's \
+                 context, such as memory.stream()"
             ),
             Self::Denied { residency, bytes } => write!(
                 f,

@@ -43,10 +43,10 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::{DevicePtrMut, DeviceRepr};
+use cudarc::driver::DeviceRepr;
 
 use super::device_end::has_room;
-use super::{Copier, CudaError, PinnedBuffer, driver};
+use super::{Copier, CudaError, DeviceDestination, PinnedBuffer, driver};
 
 impl Copier {
     /// Captures a copy of `elements` of `src` to the beginning of `dst` into
@@ -123,7 +123,7 @@ impl Copier {
     ) -> Result<(), CudaError>
     where
         T: DeviceRepr + Send + Sync + 'static,
-        D: DevicePtrMut<T>,
+        D: DeviceDestination<T>,
     {
         reclaim_captured();
         let part = src
@@ -137,6 +137,7 @@ impl Copier {
             return Ok(());
         }
         self.be_capturing()?;
+        self.be_in_context_of(dst.stream())?;
         let (dst_address, _written) = dst.device_ptr_mut(self.stream());
         let kept = Kept::new(src);
         // Until the end, for those other threads that come this way too.

@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use cudarc::driver::sys::CUdeviceptr;
 
+use super::copier::Lane;
 use super::driver::{self, Event, PER_THREAD_STREAM};
 use super::options::Policy;
 use super::staging::NotStaged;
@@ -39,6 +40,8 @@ pub(super) struct LateCopy {
     /// Where the source is: it begins at `source`.
     pub(super) span: Span,
     pub(super) residency: Residency,
+    /// Whether the CPU may read it before earlier work of the stream is done.
+    pub(super) is_plain: bool,
     pub(super) dst: CUdeviceptr,
 }
 
@@ -61,7 +64,7 @@ impl Copier {
         // SAFETY: the caller's promise.
         let copied = unsafe { self.copy_by_policy(policy, copy, section, site) };
         // After all is over, since it runs code of the program's.
-        self.staging.report_leaks();
+        self.lane.staging.report_leaks();
         copied
     }
 
@@ -79,20 +82,27 @@ impl Copier {
             source,
             span,
             residency,
+            is_plain,
             dst,
         } = copy;
         let bytes = span.len();
         // All further questions are asked of one snapshot.
         let snapshot = global().snapshot();
-        let mut way = self.way(policy, &snapshot, span);
+        let mut way = match self.way(policy, &snapshot, span) {
+            Way::Stage if !is_plain => self.way(Policy::Wait, &snapshot, span),
+            way => way,
+        };
         if way == Way::Deny {
-            self.counts.denied.add(1);
+            self.lane.counts.denied.add(1);
             return Err(CudaError::Denied { residency, bytes });
         }
         let mut no_ring = None;
         if way == Way::Stage {
+            let Lane {
+                staging, counts, ..
+            } = &*self.lane;
             // SAFETY: the caller's promise.
-            match unsafe { self.staging.copy_h2d(dst, source, bytes, &self.counts) } {
+            match unsafe { staging.copy_h2d(dst, source, bytes, &self.stream, counts) } {
                 Ok(()) => return Ok(()),
                 Err(NotStaged::Failed(error)) => return Err(error),
                 // Nothing is lost: it is slower without the ring.
@@ -102,12 +112,18 @@ impl Copier {
                 }
             }
         }
-        let event = self.take_event()?;
+        let event = self.lane.take_event()?;
         if way == Way::ThroughTheHeap {
-            self.counts.bounced.add(1);
+            self.lane.counts.bounced.add(1);
+            let readable = if is_plain {
+                Ok(())
+            } else {
+                wait_or_abort(&event, &self.stream)
+            };
             // SAFETY: the caller's promise.
-            let copied = unsafe { self.copy_through_the_heap(source, bytes, dst, &event) };
-            self.put_back(event);
+            let copied = readable
+                .and_then(|()| unsafe { self.copy_through_the_heap(source, bytes, dst, &event) });
+            self.lane.put_back(event);
             return copied;
         }
         let started = Instant::now();
@@ -122,9 +138,9 @@ impl Copier {
         let cost = started.elapsed();
         // Before the warning, which runs code of the program's.
         drop(section);
-        self.put_back(event);
-        self.counts.guarded.add(1);
-        self.counts.waited_ns.add_time(cost);
+        self.lane.put_back(event);
+        self.lane.counts.guarded.add(1);
+        self.lane.counts.waited_ns.add_time(cost);
         if call_site::is_first_time(site) {
             let region = snapshot.first_region(span);
             call_site::warn(site, region, residency, cost, no_ring.as_ref());
@@ -146,7 +162,7 @@ impl Copier {
         destination: *mut u8,
         span: Span,
     ) -> Result<(), CudaError> {
-        let event = self.take_event()?;
+        let event = self.lane.take_event()?;
         let started = Instant::now();
         let copied = if snapshot.is_retiring(span) {
             // SAFETY: the caller's promise.
@@ -169,14 +185,14 @@ impl Copier {
             let waited = wait_or_abort(&event, &self.stream);
             enqueued.and(waited)
         };
-        self.put_back(event);
-        self.counts.waited_ns.add_time(started.elapsed());
+        self.lane.put_back(event);
+        self.lane.counts.waited_ns.add_time(started.elapsed());
         copied
     }
 
     /// What `policy` says of a source that the device may read late.
     fn way(&self, policy: Policy, snapshot: &Snapshot, span: Span) -> Way {
-        let small = span.len() <= self.options.stage_limit;
+        let small = span.len() <= self.lane.options.stage_limit;
         // On that handle, the ring's copies would be on many streams.
         let one_stream = self.stream.cu_stream() as usize != PER_THREAD_STREAM;
         let stages = policy == Policy::Stage && small && one_stream;
@@ -206,7 +222,7 @@ impl Copier {
                 return copy(0, span.len());
             }
             if start == span.start {
-                self.counts.split.add(1);
+                self.lane.counts.split.add(1);
             }
             copy(start - span.start, end - start)?;
             start = end;
@@ -237,7 +253,7 @@ impl Copier {
             unsafe { piece.as_mut_ptr().copy_from(base.add(offset), piece.len()) };
             let span = Span::of(piece);
             let staged =
-                snapshot.residency(span) == Residency::Pageable && !self.reads_pageable_late;
+                snapshot.residency(span) == Residency::Pageable && !self.lane.reads_pageable_late;
             let mut copy = |within: usize, bytes: usize| {
                 // SAFETY: the piece is not written again before the device has
                 // read it: the driver stages it, or it is waited for.

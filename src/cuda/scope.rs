@@ -11,13 +11,13 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::panic::Location;
 
-use cudarc::driver::{DevicePtr, DevicePtrMut, DeviceRepr};
+use cudarc::driver::DeviceRepr;
 
 use super::driver::{self, Event};
 use super::late::{LateCopy, at};
 use super::options::Policy;
 use super::wait::{abort_unless_dead, wait_for_event, wait_for_stream};
-use super::{Copier, CudaError};
+use super::{Copier, CudaError, DeviceDestination, DeviceSource};
 use crate::span::Span;
 use crate::{Residency, Section, global};
 
@@ -116,7 +116,7 @@ impl Copier {
     ) -> Result<R, CudaError> {
         let scope = Scope {
             copier: self,
-            event: Some(self.take_event()?),
+            event: Some(self.lane.take_event()?),
             enqueued: Cell::new(false),
             _section: global().enter(),
             _env: PhantomData,
@@ -162,7 +162,7 @@ impl<'env> Scope<'env> {
     pub fn copy_h2d<T, D>(&self, src: &'env [T], dst: &mut D) -> Result<(), CudaError>
     where
         T: DeviceRepr,
-        D: DevicePtrMut<T>,
+        D: DeviceDestination<T>,
     {
         let copier = self.copier;
         let site = Location::caller();
@@ -176,6 +176,7 @@ impl<'env> Scope<'env> {
                     source,
                     span,
                     residency,
+                    is_plain: true,
                     dst,
                 };
                 let section = global().enter();
@@ -192,11 +193,11 @@ impl<'env> Scope<'env> {
                     driver::copy_h2d(at(dst, offset), part, bytes, &copier.stream)
                 }
             };
-            if residency == Residency::Pageable && !copier.reads_pageable_late {
-                copier.counts.pageable.add(1);
+            if residency == Residency::Pageable && !copier.lane.reads_pageable_late {
+                copier.lane.counts.pageable.add(1);
                 return copy(0, span.len());
             }
-            copier.counts.scoped.add(1);
+            copier.lane.counts.scoped.add(1);
             let enqueued = copier.in_parts(&snapshot, span, &mut copy);
             enqueued.and(self.mark())
         })
@@ -216,16 +217,16 @@ impl<'env> Scope<'env> {
     pub fn copy_d2h<T, D>(&self, src: &D, dst: &'env mut [T]) -> Result<(), CudaError>
     where
         T: DeviceRepr,
-        D: DevicePtr<T>,
+        D: DeviceSource<T>,
     {
         let copier = self.copier;
         let len = src.len();
-        copier.copy_from(src, len, dst.len(), |src| {
+        copier.copy_from(src, dst.len(), |src| {
             let dst = &mut dst[..len];
             let span = Span::of(dst);
             let destination = dst.as_mut_ptr().cast::<u8>();
             let snapshot = global().snapshot();
-            copier.counts.scoped.add(1);
+            copier.lane.counts.scoped.add(1);
             if snapshot.is_retiring(span) {
                 // SAFETY: `dst` is borrowed until after this returns, and the
                 // source as long.
@@ -274,7 +275,7 @@ impl<'env> Scope<'env> {
         } else {
             Ok(())
         };
-        self.copier.put_back(event);
+        self.copier.lane.put_back(event);
         waited
     }
 }

@@ -25,7 +25,7 @@
 
 use std::collections::VecDeque;
 use std::mem;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUdeviceptr;
@@ -35,7 +35,8 @@ use super::driver::{self, Event};
 use super::options::CopierOptions;
 use super::pinned_memory::{PinnedMemory, report_leak};
 use super::stats::Counts;
-use super::wait::{Waited, wait_for_enqueued, wait_for_event, wait_for_stream};
+use super::wait::{Waited, wait_for_event, wait_for_stream};
+use crate::process::Process;
 
 /// Sources begin on cache lines of their own.
 const ALIGN: usize = 64;
@@ -45,11 +46,13 @@ const SOURCES_PER_BLOCK: usize = 4;
 
 #[derive(Debug)]
 pub(super) struct StagingRing {
-    stream: Arc<CudaStream>,
     /// The largest source, rounded up.
     largest: usize,
     block_bytes: usize,
     limit: usize,
+    /// In a forked child neither the memory nor the events nor, perhaps, the
+    /// lock can be used.
+    owner: Process,
     blocks: Mutex<Blocks>,
 }
 
@@ -72,7 +75,9 @@ struct Block {
     memory: PinnedMemory,
     /// How many of its bytes are in use, from its beginning.
     used: usize,
-    /// Recorded when the block is closed.
+    /// Whether copies were made from it since the event was recorded.
+    unmarked: bool,
+    /// Recorded behind its copies.
     event: Event,
 }
 
@@ -85,15 +90,15 @@ pub(super) enum NotStaged {
 }
 
 impl StagingRing {
-    pub(super) fn new(stream: &Arc<CudaStream>, options: CopierOptions) -> Self {
+    pub(super) fn new(options: CopierOptions) -> Self {
         let largest = options.stage_limit.next_multiple_of(ALIGN);
         Self {
-            stream: Arc::clone(stream),
             largest,
             block_bytes: (largest * SOURCES_PER_BLOCK)
                 .min(options.ring_limit)
                 .max(largest),
             limit: options.ring_limit,
+            owner: Process::current(),
             blocks: Mutex::default(),
         }
     }
@@ -105,20 +110,22 @@ impl StagingRing {
     /// # Safety
     ///
     /// The source must be readable, and the destination hold as many bytes and
-    /// be usable on the stream.
+    /// be usable on the stream. All copies of one ring are on one stream.
     pub(super) unsafe fn copy_h2d(
         &self,
         destination: CUdeviceptr,
         source: *const u8,
         bytes: usize,
+        stream: &CudaStream,
         counts: &Counts,
     ) -> Result<(), NotStaged> {
         // Held until the copy is enqueued: the order of the blocks is that of
         // the stream.
         let mut blocks = self.lock();
-        let block = self.open_block(&mut blocks, counts)?;
+        let block = self.open_block(&mut blocks, stream, counts)?;
         let offset = block.used;
         block.used = (offset + bytes).next_multiple_of(ALIGN);
+        block.unmarked = true;
         // SAFETY: the open block has room for the largest source behind what
         // is in use, which the device may be reading. The source is no part of
         // the block, which nobody else has a slice of. Padding in the source is
@@ -128,13 +135,13 @@ impl StagingRing {
             source.copy_to_nonoverlapping(staged, bytes);
             // The memory stays as it is until an event behind the copy has
             // fired; that an error says nothing about the copy does no harm.
-            driver::copy_h2d(destination, staged, bytes, &self.stream)
+            driver::copy_h2d(destination, staged, bytes, stream)
         };
         counts.staged.add(1);
         counts.staged_bytes.add_size(bytes);
         let full = block.used + self.largest > block.memory.bytes();
         let closed = if full {
-            self.close(&mut blocks)
+            self.close(&mut blocks, stream)
         } else {
             Ok(())
         };
@@ -145,16 +152,22 @@ impl StagingRing {
     fn open_block<'a>(
         &self,
         blocks: &'a mut Blocks,
+        stream: &CudaStream,
         counts: &Counts,
     ) -> Result<&'a mut Block, NotStaged> {
         let block = match blocks.open.take() {
             Some(block) => block,
-            None => self.empty_block(blocks, counts)?,
+            None => self.empty_block(blocks, stream, counts)?,
         };
         Ok(blocks.open.insert(block))
     }
 
-    fn empty_block(&self, blocks: &mut Blocks, counts: &Counts) -> Result<Block, NotStaged> {
+    fn empty_block(
+        &self,
+        blocks: &mut Blocks,
+        stream: &CudaStream,
+        counts: &Counts,
+    ) -> Result<Block, NotStaged> {
         if let Some(mut first) = blocks.closed.pop_front_if(|first| first.event.is_done()) {
             first.used = 0;
             return Ok(first);
@@ -162,14 +175,14 @@ impl StagingRing {
         let may_grow = blocks.bytes == 0 || blocks.bytes + self.block_bytes <= self.limit;
         let mut no_growth = None;
         if may_grow {
-            match self.new_block(blocks, counts) {
+            match self.new_block(blocks, stream, counts) {
                 Ok(block) => return Ok(block),
                 Err(error) => no_growth = Some(error),
             }
         }
         while let Some(mut first) = blocks.closed.pop_front() {
             counts.ring_waits.add(1);
-            match wait_for_event(&first.event, Some(&self.stream)) {
+            match wait_for_event(&first.event, Some(stream)) {
                 // What the driver had to say was about the event, not about
                 // this copy.
                 Waited::Done(_) => {
@@ -191,12 +204,19 @@ impl StagingRing {
             Some(error) if blocks.bytes > self.limit.max(self.block_bytes) => {
                 Err(NotStaged::Failed(error.clone()))
             }
-            _ => self.new_block(blocks, counts).map_err(NotStaged::NoRoom),
+            _ => self
+                .new_block(blocks, stream, counts)
+                .map_err(NotStaged::NoRoom),
         }
     }
 
-    fn new_block(&self, blocks: &mut Blocks, counts: &Counts) -> Result<Block, CudaError> {
-        let context = self.stream.context();
+    fn new_block(
+        &self,
+        blocks: &mut Blocks,
+        stream: &CudaStream,
+        counts: &Counts,
+    ) -> Result<Block, CudaError> {
+        let context = stream.context();
         // In this order: an event that is not used is no loss.
         let event = Event::new(context)?;
         let memory = PinnedMemory::allocate(context, self.block_bytes)?;
@@ -205,32 +225,85 @@ impl StagingRing {
         Ok(Block {
             memory,
             used: 0,
+            unmarked: false,
             event,
         })
     }
 
-    /// Closes the open block. If its copies cannot be marked, they are waited
-    /// for here and now.
-    fn close(&self, blocks: &mut Blocks) -> Result<(), CudaError> {
-        let Some(mut block) = blocks.open.take() else {
+    /// Closes the open block.
+    fn close(&self, blocks: &mut Blocks, stream: &CudaStream) -> Result<(), CudaError> {
+        let marked = Self::mark_open(blocks, stream);
+        // Copies that were waited for, since they could not be marked, are over.
+        if marked.is_ok() {
+            blocks.closed.extend(blocks.open.take());
+        }
+        marked
+    }
+
+    /// Marks the copies from the open block, so that no stream is needed to wait
+    /// for them. To be called when nothing is under way.
+    pub(super) fn mark(&self, stream: &CudaStream) {
+        if !self.owner.is_current() {
+            return;
+        }
+        let mut blocks = self.lock();
+        if !blocks.open.as_ref().is_some_and(|block| block.unmarked) {
+            return;
+        }
+        // To mark or wait for anything on a capturing stream would spoil the
+        // capture.
+        let marked = match driver::is_capturing(stream) {
+            Ok(true) => Err(CudaError::StreamIsCapturing),
+            Ok(false) | Err(_) => Self::mark_open(&mut blocks, stream),
+        };
+        if let Err(error) = marked
+            && let Some(block) = blocks.open.take_if(|block| block.unmarked)
+        {
+            block.leak();
+            blocks.note_leak(error);
+        }
+        drop(blocks);
+        self.report_leaks();
+    }
+
+    /// Marks the copies from the open block. If that fails, they are waited for
+    /// here and now, and the block is empty, or it is leaked.
+    fn mark_open(blocks: &mut Blocks, stream: &CudaStream) -> Result<(), CudaError> {
+        let Some(block) = &mut blocks.open else {
             return Ok(());
         };
-        let Err(error) = block.event.record(&self.stream) else {
-            blocks.closed.push_back(block);
+        let Err(error) = block.event.record(stream) else {
+            block.unmarked = false;
             return Ok(());
         };
-        match wait_for_stream(error, &self.stream) {
+        match wait_for_stream(error, stream) {
             Waited::Done(result) => {
                 block.used = 0;
-                blocks.open = Some(block);
+                block.unmarked = false;
                 result
             }
             Waited::Unknown(error) => {
-                block.leak();
+                if let Some(block) = blocks.open.take() {
+                    block.leak();
+                }
                 blocks.note_leak(error.clone());
                 Err(error)
             }
         }
+    }
+
+    /// Whether the driver says that no copy from the ring is under way.
+    pub(super) fn is_idle(&self) -> bool {
+        let blocks = self.lock();
+        let mut all = blocks.closed.iter().chain(&blocks.open);
+        all.all(|block| !block.unmarked && block.event.is_done())
+    }
+
+    /// How many handles of the context the ring has: each block has one for its
+    /// memory and one for its event.
+    pub(super) fn contexts(&self) -> usize {
+        let blocks = self.lock();
+        2 * blocks.closed.iter().chain(&blocks.open).count()
     }
 
     /// Says which blocks were leaked. To be called when nothing is under way:
@@ -277,36 +350,21 @@ impl Block {
     }
 }
 
-/// Waits for the copies from the ring, and frees it.
+/// Waits for the copies from the ring, all of which are marked, and frees it.
 impl Drop for StagingRing {
     fn drop(&mut self) {
-        let stream = Arc::clone(&self.stream);
         let blocks = self
             .blocks
             .get_mut()
             .unwrap_or_else(PoisonError::into_inner);
         let Blocks { open, closed, .. } = mem::take(blocks);
-        let ours = |block: &Block| block.memory.is_of_this_process();
-        if !open.iter().chain(&closed).all(ours) {
-            // In a forked child neither the memory nor the events are ours.
+        if !self.owner.is_current() {
             mem::forget((open, closed));
             return;
         }
-        // What waits for a stream waits for one of the current context.
-        let _ = driver::make_current(stream.context());
-        for block in closed {
-            let waited = wait_for_event(&block.event, Some(&stream));
+        for block in closed.into_iter().chain(open) {
+            let waited = wait_for_event(&block.event, None);
             block.end(waited);
         }
-        let Some(block) = open else {
-            return;
-        };
-        // Its copies are not marked yet, and to mark or wait for anything on a
-        // capturing stream would spoil the capture.
-        let waited = match driver::is_capturing(&stream) {
-            Ok(true) => Waited::Unknown(CudaError::StreamIsCapturing),
-            Ok(false) | Err(_) => wait_for_enqueued(&block.event, &stream),
-        };
-        block.end(waited);
     }
 }

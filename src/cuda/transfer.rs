@@ -21,10 +21,10 @@ use std::mem::{self, ManuallyDrop};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use cudarc::driver::{DevicePtr, DevicePtrMut, DeviceRepr};
+use cudarc::driver::DeviceRepr;
 
 use super::wait::Waited;
-use super::{Copier, CudaError, PinnedBuffer, driver};
+use super::{Copier, CudaError, DeviceDestination, DeviceSource, PinnedBuffer, driver};
 
 /// A copy under way between a [`PinnedBuffer`] and device memory, both of
 /// which it owns until the device is done with them.
@@ -109,7 +109,7 @@ impl Copier {
     ) -> Result<Transfer<T, D>, TransferError<T, D>>
     where
         T: DeviceRepr,
-        D: DevicePtrMut<T>,
+        D: DeviceDestination<T>,
     {
         let begun = self.begin_upload(&src, &mut dst);
         Transfer::begun(begun, src, dst, Direction::Upload)
@@ -134,7 +134,7 @@ impl Copier {
     ) -> Result<Transfer<T, D>, TransferError<T, D>>
     where
         T: DeviceRepr,
-        D: DevicePtr<T>,
+        D: DeviceSource<T>,
     {
         let begun = self.begin_download(&src, &mut dst);
         Transfer::begun(begun, dst, src, Direction::Download)
@@ -143,12 +143,12 @@ impl Copier {
     fn begin_upload<T, D>(&self, src: &PinnedBuffer<T>, dst: &mut D) -> Result<(), NotBegun>
     where
         T: DeviceRepr,
-        D: DevicePtrMut<T>,
+        D: DeviceDestination<T>,
     {
         // It would never be done.
         src.lost().map_or(Ok(()), Err)?;
         self.copy_to(dst, src.len(), |dst| {
-            self.counts.owned.add(1);
+            self.lane.counts.owned.add(1);
             let source = src.as_ptr().cast();
             let bytes = size_of_val(src.as_slice());
             self.use_once(src, || {
@@ -163,14 +163,14 @@ impl Copier {
     fn begin_download<T, D>(&self, src: &D, dst: &mut PinnedBuffer<T>) -> Result<(), NotBegun>
     where
         T: DeviceRepr,
-        D: DevicePtr<T>,
+        D: DeviceSource<T>,
     {
         // It would be written while, for all that anybody knows, it is read.
         dst.lost().map_or(Ok(()), Err)?;
         let len = src.len();
-        self.copy_from(src, len, dst.len(), |src| {
+        self.copy_from(src, dst.len(), |src| {
             dst.hold_back(&self.stream)?;
-            self.counts.owned.add(1);
+            self.lane.counts.owned.add(1);
             let destination = dst.as_mut_ptr().cast();
             let bytes = len * size_of::<T>();
             self.use_once(dst, || {
