@@ -87,7 +87,7 @@ pub(super) fn keep_tracking(context: &Arc<CudaContext>) -> Result<(), CudaError>
     let stored = context.check_err();
     let stream = context.new_stream();
     context.record_err(stored);
-    let stream = stream.map_err(CudaError::driver("cuStreamCreate"))?;
+    let stream = stream.map_err(CudaError::driver("creating a stream"))?;
     let handle = stream.cu_stream();
     // The object is forgotten, so that the context never counts it out.
     mem::forget(stream);

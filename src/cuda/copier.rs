@@ -176,8 +176,9 @@ impl Copier {
     ///
     /// # Errors
     ///
-    /// [`CudaError::DestinationTooShort`], [`CudaError::StreamIsCapturing`],
-    /// [`CudaError::Stored`] and [`CudaError::Denied`]: nothing was enqueued.
+    /// [`CudaError::DestinationTooShort`], [`CudaError::OtherContext`],
+    /// [`CudaError::StreamIsCapturing`], [`CudaError::Stored`] and
+    /// [`CudaError::Denied`]: nothing was enqueued.
     /// [`CudaError::Driver`]: the copy may or may not have happened, and the
     /// device does not read the source any more.
     ///
@@ -186,7 +187,8 @@ impl Copier {
     /// If a page-locked source was not staged, and the driver can say in no
     /// way whether its copy is done, yet does not say that the context is dead
     /// either, the process is aborted: the caller may reuse the source once
-    /// this returns.
+    /// this returns. So it is for a `dst` that another stream frees, if that
+    /// stream cannot be told of the copy.
     #[track_caller]
     pub fn copy_h2d_async<T, D>(&self, src: &[T], dst: &mut D) -> Result<(), CudaError>
     where
@@ -274,9 +276,9 @@ impl Copier {
     ///
     /// # Errors
     ///
-    /// [`CudaError::DestinationTooShort`], [`CudaError::StreamIsCapturing`]
-    /// and [`CudaError::Stored`]: nothing was enqueued, and `dst` is as it
-    /// was. [`CudaError::Denied`] too: the copier's policy is
+    /// [`CudaError::DestinationTooShort`], [`CudaError::OtherContext`],
+    /// [`CudaError::StreamIsCapturing`] and [`CudaError::Stored`]: nothing was
+    /// enqueued, and `dst` is as it was. [`CudaError::Denied`] too: the copier's policy is
     /// [`Policy::Deny`], and some of `dst` is page-locked.
     /// [`CudaError::Driver`]: some of `dst` may have been written, and the
     /// device does not write it any more.
@@ -332,10 +334,17 @@ impl Copier {
     /// # Errors
     ///
     /// [`CudaError::RangeOutOfBounds`], [`CudaError::DestinationTooShort`],
-    /// [`CudaError::StreamIsCapturing`] and [`CudaError::Stored`]: nothing was
-    /// enqueued. [`CudaError::Driver`]: the copy may or may not happen, and
-    /// the buffer stays noted as in use until the device is done with it. It
-    /// never aborts: a buffer can be leaked where a borrowed source cannot.
+    /// [`CudaError::OtherContext`], [`CudaError::StreamIsCapturing`] and
+    /// [`CudaError::Stored`]: nothing was enqueued. [`CudaError::Driver`]: the copy may or may not happen, and
+    /// the buffer stays noted as in use until the device is done with it.
+    ///
+    /// # Aborts
+    ///
+    /// Not for the buffer, which can be leaked where a borrowed source cannot.
+    /// But `dst` is borrowed: if another stream frees it, that stream cannot be
+    /// told of the copy, and the driver can say in no way whether the copy is
+    /// done, yet does not say that the context is dead either, the process is
+    /// aborted.
     pub fn copy_h2d_from<T, D>(
         &self,
         src: &PinnedBuffer<T>,

@@ -11,6 +11,7 @@ use cudarc::driver::{
     UnifiedSlice, UnifiedView, UnifiedViewMut,
 };
 
+use super::driver::PER_THREAD_STREAM;
 use super::wait::{abort_unless_dead, wait_for_stream};
 use super::{Copier, CudaError, context, driver};
 
@@ -256,7 +257,8 @@ impl Copier {
         E: From<CudaError>,
     {
         self.be_in_context_of(dst.stream())?;
-        self.enqueue_noted(dst.device_ptr_mut(&self.stream), enqueue)
+        let in_order = self.is_freed_in_order(dst.stream());
+        self.enqueue_noted(dst.device_ptr_mut(&self.stream), in_order, enqueue)
     }
 
     /// Calls `enqueue` with the beginning of `src`, all of which is to be copied
@@ -296,7 +298,8 @@ impl Copier {
         E: From<CudaError>,
     {
         self.be_in_context_of(src.stream())?;
-        self.enqueue_noted(src.device_ptr(&self.stream), enqueue)
+        let in_order = self.is_freed_in_order(src.stream());
+        self.enqueue_noted(src.device_ptr(&self.stream), in_order, enqueue)
     }
 
     /// The preconditions of asking for an address: `cudarc` makes the stream
@@ -335,8 +338,17 @@ impl Copier {
         context::keep_tracking(theirs)
     }
 
+    /// Whether memory of `stream` is freed behind all copies, by the order of
+    /// one stream. (The handle of the per-thread default stream stands for
+    /// another stream on each thread.)
+    #[inline]
+    fn is_freed_in_order(&self, stream: &CudaStream) -> bool {
+        let handle = stream.cu_stream();
+        handle == self.stream.cu_stream() && handle as usize != PER_THREAD_STREAM
+    }
+
     /// Calls `enqueue` with the address, and notes the use, so that later uses on
-    /// other streams, and the free, come after it.
+    /// other streams, and the free unless it comes `in_order`, come after it.
     ///
     /// To ask for an address can join the stream to a capture that a last use
     /// is part of, and can store an error. So both are looked at again. (An
@@ -345,6 +357,7 @@ impl Copier {
     fn enqueue_noted<E: From<CudaError>>(
         &self,
         (address, on_drop): (CUdeviceptr, SyncOnDrop<'_>),
+        in_order: bool,
         enqueue: impl FnOnce(CUdeviceptr) -> Result<(), E>,
     ) -> Result<(), E> {
         let ready = driver::take_stored_error(self.stream.context());
@@ -354,7 +367,16 @@ impl Copier {
             return Err(error.into());
         }
         let enqueued = enqueue(address);
-        let noted = self.note(on_drop);
+        let noted = match Self::note(on_drop) {
+            // The next call tells it, as with `cudarc`.
+            Err(CudaError::Driver { source, .. }) if in_order => {
+                self.stream.context().record_err(Err::<(), _>(source));
+                Ok(())
+            }
+            // The owner of the memory would free it under the copy.
+            Err(error) => abort_unless_dead(wait_for_stream(error, &self.stream)),
+            Ok(()) => Ok(()),
+        };
         enqueued?;
         Ok(noted?)
     }
@@ -363,18 +385,14 @@ impl Copier {
     /// another thread's error is stored, and for managed memory while no stream
     /// was created.
     #[inline]
-    fn note(&self, mut on_drop: SyncOnDrop<'_>) -> Result<(), CudaError> {
+    fn note(mut on_drop: SyncOnDrop<'_>) -> Result<(), CudaError> {
         let SyncOnDrop::Record(target) = &mut on_drop else {
             return Ok(());
         };
         let Some((event, stream)) = target.take() else {
             return Ok(());
         };
-        let recorded = driver::record_use(event, stream);
-        recorded.or_else(|error| {
-            // The owner of the memory would free it under the copy.
-            abort_unless_dead(wait_for_stream(error, &self.stream))
-        })
+        driver::record_use(event, stream)
     }
 }
 

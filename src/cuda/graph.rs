@@ -72,7 +72,7 @@ impl Copier {
     ///
     /// Nothing was captured if this returns
     /// [`CudaError::RangeOutOfBounds`], [`CudaError::DestinationTooShort`],
-    /// [`CudaError::Stored`], [`CudaError::StreamIsNotCapturing`],
+    /// [`CudaError::OtherContext`], [`CudaError::Stored`], [`CudaError::StreamIsNotCapturing`],
     /// [`CudaError::CaptureInvalidated`] or [`CudaError::MissingFunction`]
     /// (the driver is older than CUDA 11.3).
     ///

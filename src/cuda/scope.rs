@@ -151,8 +151,9 @@ impl<'env> Scope<'env> {
     ///
     /// # Errors
     ///
-    /// [`CudaError::DestinationTooShort`], [`CudaError::StreamIsCapturing`]
-    /// and [`CudaError::Stored`]: nothing was enqueued.
+    /// [`CudaError::DestinationTooShort`], [`CudaError::OtherContext`],
+    /// [`CudaError::StreamIsCapturing`] and [`CudaError::Stored`]: nothing was
+    /// enqueued.
     /// [`CudaError::Driver`]: the copy may or may not happen.
     ///
     /// # Aborts

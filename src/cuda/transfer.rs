@@ -93,8 +93,8 @@ impl Copier {
     /// # Errors
     ///
     /// [`TransferError::Over`], with both parts: nothing was enqueued, because
-    /// `dst` is too short ([`CudaError::DestinationTooShort`]), the stream is
-    /// capturing ([`CudaError::StreamIsCapturing`]), an earlier error was
+    /// `dst` is too short ([`CudaError::DestinationTooShort`]) or of another
+    /// context ([`CudaError::OtherContext`]), the stream is capturing ([`CudaError::StreamIsCapturing`]), an earlier error was
     /// stored ([`CudaError::Stored`]), or a call of the driver before the copy
     /// failed ([`CudaError::Driver`]; also for a buffer of which nobody can
     /// say any more whether a transfer uses it).

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use cuda_sim::{Counters, DeviceKind, Pageable, code};
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::{CudaSlice, CudaStream};
-use pinned_hosts::cuda::CudaError;
+use pinned_hosts::cuda::{CheckedCopies, CudaError, PinnedBuffer};
 use pinned_hosts::live_count;
 
 use crate::common::Rig;
@@ -178,11 +178,18 @@ impl Stage {
         });
         let source = vec![ON_DEVICE; LEN];
         let on_device = rig.stream.clone_htod(&source).unwrap();
+        let other = rig.context.new_stream().unwrap();
+        // What checked copies keep for a stream is there before the first run.
+        let pinned = PinnedBuffer::from_slice(&rig.context, &source).unwrap();
+        for stream in [&rig.stream, &other] {
+            stream.clone_htod_checked(&pinned[..]).unwrap();
+        }
+        drop(pinned);
         rig.sim.drain();
         Self {
             places: rig.zeros(PLACES * LEN),
             on_device,
-            other: rig.context.new_stream().unwrap(),
+            other,
             memory: Memory::new(&rig.context),
             kind,
             rig,

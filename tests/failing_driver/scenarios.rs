@@ -21,9 +21,9 @@ use std::vec::IntoIter;
 use cudarc::driver::sys::{self, CUresult};
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, CudaViewMut, DriverError};
 use pinned_hosts::cuda::{
-    self, Copier, CopierOptions, CudaError, HostMemory, HostRegistration, PinnedBuffer, PinnedPool,
-    Policy, Progress, RegisterFailure, RegisterOptions, Transfer, TransferError, UnregisterFailure,
-    checked,
+    self, CheckedCopies, Copier, CopierOptions, CudaError, HostMemory, HostRegistration,
+    PinnedBuffer, PinnedPool, Policy, Progress, RegisterFailure, RegisterOptions, Transfer,
+    TransferError, UnregisterFailure,
 };
 use pinned_hosts::{Region, RegionId, global};
 
@@ -363,12 +363,20 @@ fn by_cudarc(error: DriverError) -> CudaError {
 }
 
 /// Where `cudarc` does not say which of its calls failed.
-pub(crate) const BY_CUDARC: [&str; 2] = ["a call of cudarc's", "opening the device's context"];
+pub(crate) const BY_CUDARC: [&str; 4] = [
+    "a call of cudarc's",
+    "opening the device's context",
+    "creating a stream",
+    "allocating device memory",
+];
 
 /// Opens everything anew.
 fn opening(_: &Means<'_>, memory: &mut Memory, notes: &mut Notes<'_>) -> Result<(), CudaError> {
-    let context = cuda::context(0)?;
-    let stream = context.new_stream().map_err(by_cudarc)?;
+    // Of a device that is not open yet.
+    drop(cuda::context(1)?);
+    // An object in which no copier was made.
+    let context = CudaContext::new(0).map_err(by_cudarc)?;
+    let stream = context.default_stream();
     let copier = Copier::new(&stream)?;
     notes.copy_from(&mut [0; LEN], |from, to| copier.copy_h2d_async(from, to));
     notes.copy_from(&mut memory.pinned.bytes, |from, to| {
@@ -803,26 +811,24 @@ fn checked_copies(
         &mut memory.seam.bytes,
         &mut memory.mixed.bytes,
     ] {
-        notes.copy_from(source, |from, to| {
-            let copied = stream.memcpy_htod(&checked(from), to);
-            copied.map_err(by_cudarc)
-        });
+        notes.copy_from(source, |from, to| stream.memcpy_htod_checked(from, to));
     }
-    // One wrapper for two streams.
-    let values = [(); 2].map(|()| notes.value());
-    let mut places = values.map(|_| notes.place());
-    let buffer = PinnedBuffer::from_slice(means.context, &[values[0]; LEN])?;
-    let wrapper = checked(&buffer);
+    // One buffer on two streams.
+    let value = notes.value();
+    let mut places = [(); 2].map(|()| notes.place());
+    let buffer = PinnedBuffer::from_slice(means.context, &[value; LEN])?;
     let results = [0, 1].map(|index| {
         let stream = [stream, means.other][index];
-        let copied = stream.memcpy_htod(&wrapper, &mut places[index].view);
-        copied.map_err(by_cudarc)
+        stream.memcpy_htod_checked(&buffer[..], &mut places[index].view)
     });
-    drop(wrapper);
     drop(buffer);
     for (place, result) in places.into_iter().zip(results) {
-        notes.copied(place.number, LEN, values[0], result);
+        notes.copied(place.number, LEN, value, result);
     }
+    // Results.
+    notes.copy_to(&mut memory.pinned.bytes, |to| {
+        stream.memcpy_dtoh_checked(means.on_device, to)
+    });
     Ok(())
 }
 
