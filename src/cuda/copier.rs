@@ -165,6 +165,10 @@ impl Copier {
     /// Copies all of `src` to the beginning of `dst`, in the order of the
     /// stream. When this returns, the device will not read `src` any more.
     ///
+    /// Page-locked memory is recognised if it is registered: memory of this crate
+    /// is, the slice of a [`PinnedHostSlice`](cudarc::driver::PinnedHostSlice),
+    /// or of anything else that other code has page-locked, is not by itself.
+    ///
     /// A pageable source costs little more than the driver's own call. One of
     /// which any byte is page-locked, or any source on a device that reads
     /// pageable memory directly (see the README's limits), is staged, or

@@ -17,7 +17,7 @@
 //! | several large slices, or results to read, and other work meanwhile | [`scope`](Copier::scope) | once, at its end |
 //! | host memory to fill now | [`copy_d2h_async`](Copier::copy_d2h_async) | yes |
 //! | a copy inside a CUDA graph | [`capture_h2d_from`](Copier::capture_h2d_from) | no |
-//! | `cudarc` calls that are to stay | [`checked`] | no; on such devices¹ for all work of the context |
+//! | `cudarc` calls that are to stay nearly as they are | [`CheckedCopies`] | as the first line to the device, yes to the host |
 //!
 //! ¹ Grace, integrated GPUs, and, for want of a promise, many x86 Linux systems
 //! with HMM: see the README's limits.
@@ -135,17 +135,34 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! ## `cudarc` calls that are to stay
+//! ## `cudarc` calls that are to stay nearly as they are
 //!
 //! ```no_run
-//! # use pinned_hosts::cuda::{self, PinnedBuffer, checked};
+//! # use pinned_hosts::cuda::{self, CheckedCopies, PinnedBuffer};
 //! # let context = cuda::context(0)?;
 //! # let stream = context.new_stream()?;
 //! # let mut on_device = stream.alloc_zeros::<u32>(4)?;
 //! # let slice = [1, 2, 3, 4];
-//! stream.memcpy_htod(&checked(&slice), &mut on_device)?;
+//! stream.memcpy_htod_checked(&slice, &mut on_device)?; // was: memcpy_htod
+//! let result = stream.clone_dtoh_checked(&on_device)?; // was: clone_dtoh
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! # Device memory
+//!
+//! The end on the device is a [`DeviceSource`] or a [`DeviceDestination`]:
+//! `cudarc`'s slices and views are, and [`RawDeviceMemory`] is for memory from
+//! elsewhere. It has to belong to the context of the copier's stream; a copy to
+//! memory of another one is refused ([`CudaError::OtherContext`]).
+//!
+//! A copy notes its use of device memory, so that uses on other streams, and
+//! the free, come after it. For that, the first copier of a context makes
+//! `cudarc` track uses there for good, as a created stream does while it lives:
+//! from then on each use of device memory costs two waits of the stream and the
+//! record of an event (three driver calls), also in programs with default
+//! streams alone; and an event from before a capture spoils the capture
+//! ([`disable_event_tracking`](cudarc::driver::CudaContext::disable_event_tracking)
+//! is `cudarc`'s way out).
 //!
 //! # Memory of others
 //!
@@ -154,6 +171,11 @@
 //! [`Registry::register`](crate::Registry::register); see there for the order.
 //! For `cudarc`'s `alloc_pinned`, which is write-combined, that is
 //! [`Registry::register_write_combined`](crate::Registry::register_write_combined).
+//! The slice that a [`PinnedHostSlice`](cudarc::driver::PinnedHostSlice) returns
+//! from `as_slice` looks like any other: without a registration, every copy of
+//! such a slice counts it as pageable, and the device may read it late. A
+//! `PinnedHostSlice` as such can be handed to [`CheckedCopies`], which
+//! recognises it.
 //!
 //! # Choosing a CUDA version
 //!

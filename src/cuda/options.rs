@@ -31,7 +31,8 @@ pub enum Policy {
     /// [`copy_d2h_async`](super::Copier::copy_d2h_async) into page-locked
     /// memory: for tests that are to show that a program has no such copies.
     ///
-    /// A policy has no say in scopes, owned buffers and `checked`.
+    /// A policy has no say in scopes, owned buffers and
+    /// [`CheckedCopies`](super::CheckedCopies).
     Deny,
 }
 

@@ -30,7 +30,8 @@ use super::wait::{Waited, wait_for_event, wait_for_stream};
 ///
 /// Only copies through a [`Copier`](super::Copier) are known to it. `cudarc`'s
 /// own `memcpy_htod` takes it as a slice like any other, neither waits nor
-/// says so, and is as unsound with it as with all page-locked memory.
+/// says so, and is as unsound with it as with all page-locked memory
+/// ([`CheckedCopies`](super::CheckedCopies) are not).
 ///
 /// # Examples
 ///

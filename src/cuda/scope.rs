@@ -149,6 +149,10 @@ impl<'env> Scope<'env> {
     /// Copies all of `src` to the beginning of `dst`, in the order of the
     /// stream, and returns at once.
     ///
+    /// What other code has page-locked without a registration (such as the slice
+    /// of a [`PinnedHostSlice`](cudarc::driver::PinnedHostSlice)) counts as
+    /// pageable, and is not waited for.
+    ///
     /// # Errors
     ///
     /// [`CudaError::DestinationTooShort`], [`CudaError::OtherContext`],
