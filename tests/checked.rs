@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use common::{Registered, Rig};
 use cuda_sim::{DeviceKind, Pageable, code};
-use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode as Mode};
+use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode as Mode};
 use cudarc::driver::{
-    CudaContext, CudaGraph, CudaSlice, CudaStream, DriverError, HostSlice, PinnedHostSlice,
-    SyncOnDrop,
+    CudaContext, CudaEvent, CudaGraph, CudaSlice, CudaStream, DriverError, HostSlice,
+    PinnedHostSlice, SyncOnDrop,
 };
 use pinned_hosts::cuda::{CheckedCopies, CudaError, HostRegistration, PinnedBuffer};
 use pinned_hosts::{Residency, residency};
@@ -186,6 +186,62 @@ fn a_buffer_of_cudarcs_counts_as_page_locked() {
         }),
         1
     );
+}
+
+/// Page-locked memory that no registry knows, with an event that its owner does
+/// not wait for.
+struct Noted {
+    memory: Vec<u8>,
+    event: CudaEvent,
+    says: bool,
+}
+
+impl HostSlice<u8> for Noted {
+    fn len(&self) -> usize {
+        self.memory.len()
+    }
+
+    unsafe fn stream_synced_slice<'a>(
+        &'a self,
+        stream: &'a CudaStream,
+    ) -> (&'a [u8], SyncOnDrop<'a>) {
+        let noted = self.says.then_some((&self.event, stream));
+        let on_drop = noted.map_or(SyncOnDrop::Sync(None), |it| SyncOnDrop::Record(Some(it)));
+        (&self.memory, on_drop)
+    }
+
+    unsafe fn stream_synced_mut_slice<'a>(
+        &'a mut self,
+        _: &'a CudaStream,
+    ) -> (&'a mut [u8], SyncOnDrop<'a>) {
+        (&mut self.memory, SyncOnDrop::Sync(None))
+    }
+}
+
+/// What it says of itself is all that there is to go by: the twin says nothing.
+#[test]
+fn memory_that_says_that_somebody_waits_counts_as_page_locked() {
+    for says in [true, false] {
+        let rig = Rig::new();
+        let mut noted = Noted {
+            memory: vec![1; LEN],
+            event: rig.context.new_event(None).unwrap(),
+            says,
+        };
+        let mut on_device = rig.zeros::<u8>(LEN);
+        let base = noted.memory.as_mut_ptr().cast();
+        // SAFETY: unregistered below, before the vector ends.
+        let locked = unsafe { sys::cuMemHostRegister_v2(base, LEN, 1) };
+        assert_eq!(locked, sys::CUresult::CUDA_SUCCESS);
+        rig.stream
+            .memcpy_htod_checked(&noted, &mut on_device)
+            .unwrap();
+        noted.memory.fill(2);
+        assert_eq!(rig.counters().torn_transfers, u64::from(!says));
+        // SAFETY: registered above.
+        let unlocked = unsafe { sys::cuMemHostUnregister(base) };
+        assert_eq!(unlocked, sys::CUresult::CUDA_SUCCESS);
+    }
 }
 
 /// The stream waits for the work that fills it; the CPU must not read it before.

@@ -2,7 +2,6 @@
 //! preconditions of a copy.
 
 use std::marker::PhantomData;
-use std::mem;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUdeviceptr;
@@ -360,12 +359,8 @@ impl Copier {
         in_order: bool,
         enqueue: impl FnOnce(CUdeviceptr) -> Result<(), E>,
     ) -> Result<(), E> {
-        let ready = driver::take_stored_error(self.stream.context());
-        if let Err(error) = ready.and_then(|()| self.refuse_capture()) {
-            // There is no use to note: a record would be part of the capture.
-            mem::forget(on_drop);
-            return Err(error.into());
-        }
+        driver::take_stored_error(self.stream.context())?;
+        self.refuse_capture()?;
         let enqueued = enqueue(address);
         let noted = match Self::note(on_drop) {
             // The next call tells it, as with `cudarc`.
