@@ -68,6 +68,28 @@ fn twin_a_captured_plain_copy_reads_dead_memory_at_the_launch() {
     unsafe { rig.context.enable_event_tracking() };
 }
 
+/// It has not ended: what is enqueued meanwhile is an error of the driver's.
+#[test]
+fn a_stream_whose_capture_was_spoilt_is_refused() {
+    let rig = Rig::new();
+    let mut on_device = rig.zeros::<u8>(LEN);
+    rig.stream
+        .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        .unwrap();
+    rig.stream
+        .synchronize()
+        .expect_err("what spoils a capture fails");
+    let copies = rig.sim.calls("cuMemcpyHtoDAsync_v2");
+    let copied = rig.copier.copy_h2d_async(&[1u8; LEN], &mut on_device);
+    assert_eq!(copied, Err(CudaError::StreamIsCapturing));
+    assert_eq!(rig.sim.calls("cuMemcpyHtoDAsync_v2"), copies);
+    let _ = end_capture(&rig.stream);
+    rig.copier
+        .copy_h2d_async(&[1u8; LEN], &mut on_device)
+        .unwrap();
+    rig.assert_sound();
+}
+
 /// `cudarc` makes a stream wait for the last use of a destination. If that use
 /// is part of another stream's capture, the stream joins the capture.
 #[test]

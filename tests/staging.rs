@@ -134,6 +134,42 @@ fn the_oldest_block_is_marked_right_behind_its_last_copy() {
     assert_eq!(rig.counters().torn_transfers, 1);
 }
 
+/// The largest source always has room in the open block: one more would be
+/// written behind its end.
+#[test]
+fn a_block_is_closed_as_soon_as_the_largest_source_might_not_fit() {
+    // The limits of a source and of the ring, a source, and how many of those
+    // one block takes.
+    for (limit, ring, bytes, sources) in [
+        (LEN, 1 << 20, LEN, 4),
+        (LEN, 1 << 20, LEN / 2, 7),
+        (LEN - 1, 1 << 20, LEN - 1, 4),
+        (LEN - 1, 1 << 20, 1, 3 * LEN / 64 + 1),
+        (64, 1 << 20, 64, 4),
+        (1, 1 << 20, 1, 4),
+        (64, 191, 64, 2),
+        (64, 192, 64, 3),
+        (64, 0, 64, 1),
+    ] {
+        let rig = Rig::new();
+        let options = CopierOptions::default()
+            .stage_limit(limit)
+            .ring_limit(ring);
+        let copier = copier(&rig, options);
+        let source = PinnedBuffer::from_slice(&rig.context, &vec![7u8; bytes]).unwrap();
+        let mut on_device = rig.zeros::<u8>(bytes);
+        for copy in 1..=3 * sources {
+            let before = rig.sim.calls("cuEventRecord");
+            copier.copy_h2d_async(&source, &mut on_device).unwrap();
+            // One for the device memory, and one for a block that is closed.
+            let records = rig.sim.calls("cuEventRecord") - before;
+            let closed = copy % sources == 0;
+            assert_eq!(records, 1 + u64::from(closed), "{limit} {ring} {copy}");
+        }
+        assert_eq!(rig.read_back(&on_device), vec![7; bytes]);
+    }
+}
+
 #[test]
 fn a_block_is_used_again_once_its_event_has_fired() {
     let rig = Rig::with(|sim| sim.set_timing(Timing::Immediate));
