@@ -13,7 +13,7 @@ use std::thread;
 use common::{Registered, Rig};
 use cuda_sim::DeviceKind;
 use cudarc::driver::{CudaSlice, sys};
-use pinned_hosts::cuda::{Copier, CudaError, PinnedBuffer};
+use pinned_hosts::cuda::{CheckedCopies, Copier, CudaError, PinnedBuffer};
 use pinned_hosts::{Region, Residency, global, residency};
 
 /// How a scenario copies: with this crate, or with `cudarc` alone.
@@ -437,4 +437,51 @@ fn a_copy_into_a_part_of_a_device_buffer_lands_there() {
     let mut part = on_device.slice_mut(1..3);
     rig.copier.copy_h2d_async(&source, &mut part).unwrap();
     assert_eq!(rig.read_back(&on_device), [0, 7, 8, 0]);
+}
+
+/// Each call is a lock and more in a real driver.
+#[test]
+fn a_copy_from_pageable_memory_makes_these_calls_and_no_other() {
+    let made = |copy: fn(&Rig, &mut CudaSlice<u8>)| {
+        let rig = Rig::new();
+        let mut on_device = rig.zeros(LEN);
+        copy(&rig, &mut on_device);
+        let calls = [
+            "cuMemcpyHtoDAsync_v2",
+            // Before and after the address is asked for.
+            "cuStreamIsCapturing",
+            // By this crate, before and behind the copy; the others by `cudarc`.
+            "cuCtxGetCurrent",
+            // By `cudarc`, for the last read and the last write.
+            "cuStreamWaitEvent",
+            // The use of the device memory.
+            "cuEventRecord",
+            "cuCtxSetCurrent",
+            "cuDeviceGetAttribute",
+            "cuEventCreate",
+            "cuEventDestroy_v2",
+            "cuEventQuery",
+            "cuEventSynchronize",
+            "cuPointerGetAttributes",
+            "cuStreamSynchronize",
+            "cuCtxSynchronize",
+            "cuThreadExchangeStreamCaptureMode",
+        ];
+        let before = calls.map(|call| rig.sim.calls(call));
+        copy(&rig, &mut on_device);
+        std::iter::zip(calls, before)
+            .map(|(call, before)| rig.sim.calls(call) - before)
+            .collect::<Vec<_>>()
+    };
+    let expected = [1, 2, 4, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    let by_copier = made(|rig, on_device| {
+        rig.copier.copy_h2d_async(&[1; LEN], on_device).unwrap();
+    });
+    assert_eq!(by_copier, expected);
+    let checked = made(|rig, on_device| {
+        rig.stream
+            .memcpy_htod_checked(&[1; LEN], on_device)
+            .unwrap();
+    });
+    assert_eq!(checked, expected);
 }

@@ -152,9 +152,7 @@ fn a_block_is_closed_as_soon_as_the_largest_source_might_not_fit() {
         (64, 0, 64, 1),
     ] {
         let rig = Rig::new();
-        let options = CopierOptions::default()
-            .stage_limit(limit)
-            .ring_limit(ring);
+        let options = CopierOptions::default().stage_limit(limit).ring_limit(ring);
         let copier = copier(&rig, options);
         let source = PinnedBuffer::from_slice(&rig.context, &vec![7u8; bytes]).unwrap();
         let mut on_device = rig.zeros::<u8>(bytes);
