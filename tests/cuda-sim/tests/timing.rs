@@ -341,3 +341,71 @@ fn nothing_hangs_whatever_threads_do_at_once() {
     );
     assert_eq!((counters.torn_transfers, counters.dead_reads), (0, 0));
 }
+
+#[test]
+fn a_held_stream_runs_nothing_while_others_run() {
+    let bench = bench();
+    let (held, other, behind) = (bench.stream(), bench.stream(), bench.stream());
+    let source = host_alloc(64);
+    let target = device_alloc(64);
+    assert_eq!(htod(target, source, 64, held.cu_stream()), 0);
+    assert_eq!(htod(target, source, 64, other.cu_stream()), 0);
+    behind.join(&held).unwrap();
+    let hold = bench.session.hold_stream(held.cu_stream());
+    assert_eq!(stream_wait(other.cu_stream()), 0);
+    for _ in 0..100 {
+        assert_eq!(stream_query(held.cu_stream()), 600);
+        assert_eq!(stream_query(behind.cu_stream()), 600);
+    }
+    assert_eq!(bench.session.counters().h2d_transfers, 1);
+    let released = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            bench.context.bind_to_thread().unwrap();
+            behind.synchronize().unwrap();
+            held.synchronize().unwrap();
+            released.load(Ordering::SeqCst)
+        });
+        assert_eq!(bench.session.counters().h2d_transfers, 1);
+        released.store(true, Ordering::SeqCst);
+        drop(hold);
+        assert!(waiter.join().unwrap());
+    });
+    assert_eq!(bench.session.counters().h2d_transfers, 2);
+}
+
+#[test]
+fn a_stream_is_held_as_long_as_any_hold_holds_it() {
+    let bench = bench();
+    let stream = bench.stream();
+    let source = host_alloc(64);
+    assert_eq!(htod(device_alloc(64), source, 64, stream.cu_stream()), 0);
+    let session = &bench.session;
+    let held_alone = || session.hold_stream(stream.cu_stream());
+    let (all, one, another) = (session.hold(), held_alone(), held_alone());
+    for hold in [one, all, another] {
+        assert_eq!(stream_query(stream.cu_stream()), 600);
+        assert_eq!(session.counters().h2d_transfers, 0);
+        drop(hold);
+    }
+    assert_eq!(stream_wait(stream.cu_stream()), 0);
+}
+
+#[test]
+fn the_default_stream_can_be_held_by_the_handle_that_calls_take() {
+    let bench = bench();
+    let source = host_alloc(64);
+    assert_eq!(htod(device_alloc(64), source, 64, null().cast()), 0);
+    let hold = bench.session.hold_stream(null());
+    assert_eq!(stream_query(null().cast()), 600);
+    bench.session.drain();
+    assert_eq!(stream_query(null().cast()), 0);
+    drop(hold);
+}
+
+#[test]
+#[should_panic(expected = "no stream that can be used")]
+fn a_handle_that_is_no_stream_cannot_be_held() {
+    let bench = bench();
+    let _hold = bench.session.hold_stream(new_event());
+}
