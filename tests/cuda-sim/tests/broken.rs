@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::alone::{Trap, in_a_process_of_its_own};
 use common::{
     Bench, bench, code, code_of, device_alloc, dtoh, event_query, event_wait, host_alloc,
     host_free, htod, htod_sync, new_event, null, out, record, register_at, stream_query,
@@ -11,6 +12,7 @@ use common::{
 use cuda_sim::code;
 use cudarc::driver::{CudaContext, sys};
 use std::ffi::c_void;
+use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 const CODE: i32 = code::ILLEGAL_ADDRESS;
@@ -96,40 +98,75 @@ fn an_operation_can_break_the_context() {
     assert_eq!(bench.session.counters().h2d_transfers, 0);
 }
 
+/// A function for a stream, which breaks the context of the bench it is given.
+extern "C" fn break_it(data: *mut c_void) {
+    // SAFETY: what `launch_break` passes.
+    let bench = unsafe { &*data.cast::<Bench>() };
+    bench.context.bind_to_thread().unwrap();
+    bench.session.break_context(CODE);
+}
+
+/// The bench is waited for before it goes.
+fn launch_break(bench: &Bench, stream: sys::CUstream) {
+    let data = ptr::from_ref(bench).cast_mut().cast();
+    // SAFETY: the function takes a bench, and gets one that lives.
+    assert_eq!(
+        code(unsafe { sys::cuLaunchHostFunc(stream, Some(break_it), data) }),
+        0
+    );
+}
+
 #[test]
 fn a_call_that_waits_when_the_context_breaks_returns_the_error() {
-    struct Breaks<'a>(&'a Bench);
-
-    extern "C" fn break_it(data: *mut c_void) {
-        // SAFETY: what the test passes, which outlives its waits.
-        let Breaks(bench) = unsafe { &*data.cast::<Breaks<'_>>() };
-        bench.context.bind_to_thread().unwrap();
-        bench.session.break_context(CODE);
-    }
-
     let bench = bench();
     let stream = bench.stream();
     let (host, device, event) = (host_alloc(64), device_alloc(64), new_event());
-    let data = Breaks(&bench);
-    // SAFETY: waited for before `data` goes.
-    let launched = unsafe {
-        sys::cuLaunchHostFunc(
-            stream.cu_stream(),
-            Some(break_it),
-            (&raw const data).cast_mut().cast(),
-        )
-    };
-    assert_eq!(code(launched), 0);
+    // It runs once something waits for what is behind it.
+    launch_break(&bench, stream.cu_stream());
     assert_eq!(htod(device, host, 64, stream.cu_stream()), 0);
     assert_eq!(record(event, stream.cu_stream()), 0);
-    // Only the function can break it, and only if this waits for it.
     assert_eq!(event_wait(event), CODE);
-    bench.session.drain();
     let counters = bench.session.counters();
     assert_eq!(
         (counters.h2d_transfers, counters.dropped_operations),
         (0, 2)
     );
+}
+
+#[test]
+fn freeing_that_waits_when_the_context_breaks_frees_nothing() {
+    let bench = bench();
+    let stream = bench.stream();
+    let host = host_alloc(64);
+    bench.session.set_free_waits(true);
+    launch_break(&bench, stream.cu_stream());
+    assert_eq!(host_free(host), CODE);
+    assert_eq!(bench.session.counters().live_host_allocations, 1);
+}
+
+/// Between its checks and its place in the queue, a copy stages its source
+/// without the driver's lock.
+#[test]
+fn a_copy_that_stages_when_the_context_breaks_returns_the_error() {
+    if in_a_process_of_its_own("a_copy_that_stages_when_the_context_breaks_returns_the_error") {
+        return;
+    }
+    let bench = bench();
+    let stream = bench.stream();
+    let target = device_alloc(64);
+    let trap = Trap::set();
+    let copied = std::thread::scope(|scope| {
+        let copy = scope.spawn(|| {
+            bench.context.bind_to_thread().unwrap();
+            htod(target, trap.place().cast(), 64, stream.cu_stream())
+        });
+        trap.wait_until_entered();
+        bench.session.break_context(CODE);
+        trap.open();
+        copy.join().unwrap()
+    });
+    assert_eq!(copied, CODE);
+    assert_eq!(bench.session.counters().pending_operations, 0);
 }
 
 #[test]
@@ -154,6 +191,10 @@ fn a_function_of_the_program_is_not_called_in_a_broken_context() {
 fn another_context_works_on_but_cannot_use_what_the_broken_one_has() {
     let bench = bench();
     let (host, broken) = (host_alloc(64), device_alloc(64));
+    // A capture in the broken context would forbid calls elsewhere.
+    let stream = bench.stream();
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+    stream.begin_capture(mode).unwrap();
     bench.session.break_context(CODE);
     let other = CudaContext::new(1).unwrap();
     let stream = other.new_stream().unwrap();

@@ -3,17 +3,16 @@
 
 mod common;
 
+use common::alone::{Trap, in_a_process_of_its_own};
 use common::{
     bench, code, device_alloc, device_bytes, dtoh, event_query, event_wait, host_alloc, host_free,
     htod, htod_sync, new_event, null, out, overwrite, record, register_at, stream_query,
     stream_wait, unregister,
 };
 use cudarc::driver::sys;
-use libc::{c_int, c_long, c_void, pid_t};
+use libc::{c_int, c_long, pid_t};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::process::Command;
 use std::ptr;
-use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 
 const NOT_INITIALIZED: i32 = 3;
 
@@ -232,73 +231,6 @@ fn a_child_does_not_wait_for_a_lock_that_was_held_at_the_fork() {
     });
 }
 
-/// Memory that cannot be written, and keeps a thread that tries until it is
-/// opened. One for a process.
-struct Trap;
-
-static PLACE: AtomicUsize = AtomicUsize::new(0);
-static ENTERED: [AtomicI32; 2] = [const { AtomicI32::new(0) }; 2];
-static OPENED: [AtomicI32; 2] = [const { AtomicI32::new(0) }; 2];
-const PAGE: usize = 4096;
-
-impl Trap {
-    fn set() -> Self {
-        for pipe in [&ENTERED, &OPENED] {
-            let mut ends = [0; 2];
-            // SAFETY: a place for the two ends.
-            assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);
-            for (place, end) in pipe.iter().zip(ends) {
-                place.store(end, Ordering::SeqCst);
-            }
-        }
-        let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: a new mapping, wherever there is room.
-        let page = unsafe { libc::mmap(ptr::null_mut(), PAGE, libc::PROT_NONE, kind, -1, 0) };
-        assert_ne!(page, libc::MAP_FAILED);
-        PLACE.store(page as usize, Ordering::SeqCst);
-        let handler: extern "C" fn(c_int) = wait_in_the_trap;
-        // SAFETY: the handler makes only calls that a handler may make.
-        unsafe { libc::signal(libc::SIGSEGV, handler as libc::sighandler_t) };
-        Self
-    }
-
-    fn place(&self) -> *mut usize {
-        PLACE.load(Ordering::SeqCst) as *mut usize
-    }
-
-    fn wait_until_entered(&self) {
-        receive(&ENTERED);
-    }
-
-    fn open(&self) {
-        send(&OPENED);
-    }
-}
-
-extern "C" fn wait_in_the_trap(_signal: c_int) {
-    send(&ENTERED);
-    receive(&OPENED);
-    let access = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: the trap's own page.
-    unsafe { libc::mprotect(PLACE.load(Ordering::SeqCst) as *mut c_void, PAGE, access) };
-}
-
-fn send(pipe: &[AtomicI32; 2]) {
-    // SAFETY: one byte to write.
-    unsafe { libc::write(pipe[1].load(Ordering::SeqCst), [1_u8].as_ptr().cast(), 1) };
-}
-
-fn receive(pipe: &[AtomicI32; 2]) {
-    // SAFETY: a place for one byte.
-    unsafe {
-        libc::read(
-            pipe[0].load(Ordering::SeqCst),
-            [0_u8].as_mut_ptr().cast(),
-            1,
-        )
-    };
-}
-
 /// From now on `madvise` refuses `MADV_WIPEONFORK` to this thread.
 fn refuse_to_wipe_pages() {
     const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
@@ -334,25 +266,4 @@ fn refuse_to_wipe_pages() {
         ]
     };
     assert_eq!(results, [0, 0]);
-}
-
-/// Runs this test in a process of its own, unless this is that process.
-fn in_a_process_of_its_own(name: &str) -> bool {
-    const MARK: &str = "CUDA_SIM_TEST_ALONE";
-
-    if std::env::var_os(MARK).is_some() {
-        return false;
-    }
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", name, "--nocapture", "--test-threads=1"])
-        .env(MARK, "1")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(
-        output.status.success() && text.contains("1 passed"),
-        "{text}\n{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    true
 }

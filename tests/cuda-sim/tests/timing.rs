@@ -7,9 +7,10 @@ use common::{
     bench, device_alloc, device_bytes, dtoh, event_query, event_wait, host_alloc, host_bytes,
     host_free, htod, htod_sync, new_event, null, out, overwrite, record, stream_query, stream_wait,
 };
-use cuda_sim::Timing;
-use cudarc::driver::sys;
-use std::sync::atomic::{AtomicBool, Ordering};
+use cuda_sim::{Hold, Session, Timing};
+use cudarc::driver::{CudaStream, sys};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 #[test]
@@ -344,33 +345,43 @@ fn nothing_hangs_whatever_threads_do_at_once() {
 
 #[test]
 fn a_held_stream_runs_nothing_while_others_run() {
+    struct Release<'a> {
+        session: &'a Session,
+        hold: Mutex<Option<Hold>>,
+        seen: AtomicU64,
+    }
+
+    extern "C" fn release(data: *mut std::ffi::c_void) {
+        // SAFETY: what the test passes, which outlives its waits.
+        let this = unsafe { &*data.cast::<Release<'_>>() };
+        let transfers = this.session.counters().h2d_transfers;
+        this.seen.store(transfers, Ordering::SeqCst);
+        drop(this.hold.lock().unwrap().take());
+    }
+
     let bench = bench();
-    let (held, other, behind) = (bench.stream(), bench.stream(), bench.stream());
+    let (held, other) = (bench.stream(), bench.stream());
     let source = host_alloc(64);
     let target = device_alloc(64);
-    assert_eq!(htod(target, source, 64, held.cu_stream()), 0);
-    assert_eq!(htod(target, source, 64, other.cu_stream()), 0);
-    behind.join(&held).unwrap();
-    let hold = bench.session.hold_stream(held.cu_stream());
+    let release_later = Release {
+        session: &bench.session,
+        hold: Mutex::new(Some(bench.session.hold_stream(held.cu_stream()))),
+        seen: AtomicU64::new(0),
+    };
+    let copy_on = |stream: &CudaStream| htod(target, source, 64, stream.cu_stream());
+    assert_eq!((copy_on(&held), copy_on(&other)), (0, 0));
     assert_eq!(stream_wait(other.cu_stream()), 0);
-    for _ in 0..100 {
-        assert_eq!(stream_query(held.cu_stream()), 600);
-        assert_eq!(stream_query(behind.cu_stream()), 600);
-    }
     assert_eq!(bench.session.counters().h2d_transfers, 1);
-    let released = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| {
-            bench.context.bind_to_thread().unwrap();
-            behind.synchronize().unwrap();
-            held.synchronize().unwrap();
-            released.load(Ordering::SeqCst)
-        });
-        assert_eq!(bench.session.counters().h2d_transfers, 1);
-        released.store(true, Ordering::SeqCst);
-        drop(hold);
-        assert!(waiter.join().unwrap());
-    });
+
+    // The wait needs the function as well, but first what comes before it on
+    // the stream, unless that is held.
+    let data = (&raw const release_later).cast_mut().cast();
+    // SAFETY: waited for before the data goes.
+    let launched = unsafe { sys::cuLaunchHostFunc(other.cu_stream(), Some(release), data) };
+    assert_eq!(common::code(launched), 0);
+    held.join(&other).unwrap();
+    assert_eq!(stream_wait(held.cu_stream()), 0);
+    assert_eq!(release_later.seen.load(Ordering::SeqCst), 1);
     assert_eq!(bench.session.counters().h2d_transfers, 2);
 }
 

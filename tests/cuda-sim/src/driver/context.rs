@@ -149,9 +149,6 @@ impl State {
         for context in self.contexts.values_mut() {
             context.broken = None;
         }
-        for stream in self.streams.values_mut() {
-            stream.mend();
-        }
     }
 
     /// Who owns what the calling thread allocates or registers now.

@@ -43,7 +43,7 @@ pub(super) struct Stream {
     pub(super) priority: i32,
     /// Its handle is no more; what is queued still runs.
     destroyed: bool,
-    /// Its context broke: nothing runs on it.
+    /// Its context broke once. Whether it is broken, the context knows.
     broken: bool,
     /// The capture it takes part in.
     capture: Option<usize>,
@@ -149,12 +149,6 @@ impl Stream {
 
     fn destroy(&mut self) {
         self.destroyed = true;
-        self.show_quiet();
-    }
-
-    /// Makes a stream whose context broke usable again.
-    pub(super) fn mend(&mut self) {
-        self.broken = false;
         self.show_quiet();
     }
 
