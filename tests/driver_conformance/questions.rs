@@ -114,11 +114,8 @@ fn what_a_call_returns_in_a_forked_child() {
     }
     let mut status = 0;
     // SAFETY: a place for the status.
-    assert_eq!(
-        unsafe { libc::waitpid(child, &raw mut status, 0) },
-        child,
-        "a child could be made"
-    );
+    let ended = unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(ended, child, "a child could be made");
     let seen = match libc::WIFEXITED(status) {
         true => libc::WEXITSTATUS(status).to_string(),
         false => format!("none: it ended with status {status}"),

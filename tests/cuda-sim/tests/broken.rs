@@ -110,10 +110,8 @@ extern "C" fn break_it(data: *mut c_void) {
 fn launch_break(bench: &Bench, stream: sys::CUstream) {
     let data = ptr::from_ref(bench).cast_mut().cast();
     // SAFETY: the function takes a bench, and gets one that lives.
-    assert_eq!(
-        code(unsafe { sys::cuLaunchHostFunc(stream, Some(break_it), data) }),
-        0
-    );
+    let launched = unsafe { sys::cuLaunchHostFunc(stream, Some(break_it), data) };
+    assert_eq!(code(launched), 0);
 }
 
 #[test]

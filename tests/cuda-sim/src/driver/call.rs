@@ -1,6 +1,6 @@
 //! The wall between C and Rust: every exported function goes through it.
 
-use super::faults::{self, Way};
+use super::faults::{self, Due, Way};
 use super::process::{check_initialized, is_forked_child};
 use super::{Outcome, context, state, user_object};
 use crate::code;
@@ -44,13 +44,15 @@ impl Site {
             return code::NOT_PERMITTED;
         }
         let fault = faults::due(self.name);
-        match fault {
-            Some(fault) if fault.way == Way::Instead => return fault.code,
-            Some(fault) if fault.way == Way::Breaking => {
-                context::break_current(fault.code);
-                return fault.code;
+        if let Some(Due { code, way }) = fault {
+            match way {
+                Way::AfterActing => {}
+                Way::Instead => return code,
+                Way::Breaking => {
+                    context::break_current(code);
+                    return code;
+                }
             }
-            _ => {}
         }
         match catch_unwind(AssertUnwindSafe(body)) {
             Ok(Ok(())) => fault.map_or(code::SUCCESS, |fault| fault.code),

@@ -17,7 +17,7 @@ pub(super) struct Due {
     pub(super) way: Way,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 pub(super) enum Way {
     /// It does nothing.
     Instead,
