@@ -4,9 +4,9 @@ use cuda_sim::code;
 use cudarc::driver::sys::{self, CUcontext};
 
 use crate::answers::{answer, note};
-use crate::calls::{code as number, event_query, event_record, has, out, set_current};
+use crate::calls::{code as number, event_query, event_record, has, htod, out, set_current};
 use crate::conforms;
-use crate::memory::{Device, Event, PAGE, Pageable, Pinned, Stream};
+use crate::memory::{Device, Event, Host, PAGE, Pageable, Pinned, Stream};
 use crate::rig::Rig;
 
 /// A context beside the rig's, on the same device. It is current until the
@@ -102,5 +102,40 @@ fn portable_memory_is_page_locked_in_every_context(rig: &Rig) {
 conforms!(
     portable_memory_is_page_locked_in_every_context,
     lie: |sim| sim.fail_nth("cuMemcpyHtoDAsync_v2", 2, code::SUCCESS),
+    noticed: "the device holds other contents"
+);
+
+/// Documented: a copy finds the context of device memory by itself. Nothing
+/// says so of filling it.
+///
+/// Relied on by: nothing. The simulated driver accepts and counts such copies,
+/// and refuses to fill.
+fn a_copy_to_device_memory_of_another_context_arrives_if_it_is_accepted(rig: &Rig) {
+    let source = Pinned::filled(PAGE, 3);
+    let own = Stream::new();
+    let (target, other) = (Device::new(PAGE, &own), Device::new(PAGE, &own));
+    own.wait();
+    let Some(second) = Second::new(rig) else {
+        return;
+    };
+    let stream = Stream::new();
+    let copied = htod(target.at(0), source.base(), PAGE, stream.handle());
+    // SAFETY: within the device memory.
+    let filled = number(unsafe { sys::cuMemsetD8Async(other.at(0), 7, PAGE, stream.handle()) });
+    stream.wait();
+    drop(stream);
+    second.end(rig);
+    if copied == 0 {
+        target.assert_holds(3);
+    }
+    for (call, code) in [("copying to", copied), ("filling", filled)] {
+        let question = format!("code of {call} device memory of another context?");
+        answer(rig, &question, code.to_string());
+    }
+    assert_eq!(source.free(), 0);
+}
+conforms!(
+    a_copy_to_device_memory_of_another_context_arrives_if_it_is_accepted,
+    lie: |sim| sim.fail_nth("cuMemcpyHtoDAsync_v2", 1, code::SUCCESS),
     noticed: "the device holds other contents"
 );

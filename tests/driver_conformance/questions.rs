@@ -9,7 +9,7 @@ use cudarc::driver::sys::{
 };
 
 use crate::answers::{answer, note};
-use crate::calls::{code as number, has, host_free, host_unregister, htod};
+use crate::calls::{code as number, context_synchronize, has, host_free, host_unregister, htod};
 use crate::common::in_child;
 use crate::conforms;
 use crate::gate::{BRIEFLY, Gate};
@@ -91,6 +91,36 @@ fn a_driver_that_waits_when_freeing_is_told_from_one_that_does_not() {
         freeing_under_a_transfer(|_, result, waited| seen.push((result, waited)));
         assert_eq!(seen, [(0, waits); 2]);
     }
+}
+
+/// Seen on real drivers: it fails with 3, as before `cuInit`. (255 stands for
+/// any greater code.)
+///
+/// Relied on by: nothing. This crate refuses work in a forked child by itself.
+#[test]
+fn what_a_call_returns_in_a_forked_child() {
+    /// Seconds; only a child that hangs needs them.
+    const PATIENCE: u32 = 20;
+
+    let rig = Rig::new();
+    // SAFETY: the child makes a call and ends, by a signal at the latest.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: as above.
+        unsafe {
+            libc::alarm(PATIENCE);
+            libc::_exit(context_synchronize().min(255));
+        }
+    }
+    let mut status = 0;
+    // SAFETY: a place for the status.
+    let ended = unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(ended, child, "a child could be made");
+    let seen = match libc::WIFEXITED(status) {
+        true => libc::WEXITSTATUS(status).to_string(),
+        false => format!("none: it ended with status {status}"),
+    };
+    answer(&rig, "code of a call in a forked child?", seen);
 }
 
 /// Documented: all reads are done before the call returns, if no earlier work

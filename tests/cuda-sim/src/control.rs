@@ -64,12 +64,15 @@ struct Functions {
     set_device: Symbol<extern "C" fn(u32)>,
     set_attribute: Symbol<extern "C" fn(i32, i32)>,
     set_pageable: Symbol<extern "C" fn(u32)>,
+    set_pageable_written_late: Symbol<extern "C" fn(bool)>,
     set_free_waits: Symbol<extern "C" fn(bool)>,
     set_torn_detection: Symbol<extern "C" fn(bool)>,
     set_call_counts: Symbol<extern "C" fn(bool)>,
     hold: Symbol<extern "C" fn() -> u64>,
+    hold_stream: Symbol<extern "C" fn(usize) -> u64>,
     release: Symbol<extern "C" fn(u64)>,
-    fail: Symbol<unsafe extern "C" fn(*const c_char, u64, i32, bool)>,
+    break_context: Symbol<extern "C" fn(i32) -> bool>,
+    fail: Symbol<unsafe extern "C" fn(*const c_char, u64, i32, u32)>,
     clear_faults: Symbol<extern "C" fn()>,
     calls: Symbol<unsafe extern "C" fn(*const c_char) -> u64>,
     counters: Symbol<unsafe extern "C" fn(*mut Counters)>,
@@ -96,11 +99,14 @@ impl Functions {
             set_device,
             set_attribute,
             set_pageable,
+            set_pageable_written_late,
             set_free_waits,
             set_torn_detection,
             set_call_counts,
             hold,
+            hold_stream,
             release,
+            break_context,
             fail,
             clear_faults,
             calls,
@@ -249,6 +255,17 @@ impl Session {
         });
     }
 
+    /// Sets whether an asynchronous device-to-host copy into pageable memory
+    /// returns at once, and the device writes when it gets to it, as if the
+    /// memory were page-locked. The copy blocks unless told so, on every kind
+    /// of device; the documents say only that it may.
+    ///
+    /// The device writes whatever is mapped there by then: a test keeps the
+    /// memory, or unmaps it.
+    pub fn set_pageable_written_late(&self, late: bool) {
+        (self.sim.functions.set_pageable_written_late)(late);
+    }
+
     /// Sets whether `cuMemFreeHost` and `cuMemHostUnregister` wait for all
     /// work. They do not unless told so, since nothing says that they do.
     pub fn set_free_waits(&self, waits: bool) {
@@ -277,6 +294,39 @@ impl Session {
         }
     }
 
+    /// Keeps one stream from running anything, even what is waited for, until
+    /// the hold is dropped. Other streams run, up to what depends on this one.
+    /// `stream` is a handle as calls take it: null is the legacy stream of the
+    /// calling thread's current context.
+    ///
+    /// # Panics
+    ///
+    /// If calls could not use the stream.
+    #[track_caller]
+    pub fn hold_stream<T>(&self, stream: *mut T) -> Hold {
+        let number = (self.sim.functions.hold_stream)(stream as usize);
+        assert!(number != 0, "no stream that can be used: {stream:?}");
+        Hold {
+            sim: self.sim,
+            number,
+        }
+    }
+
+    /// Breaks the calling thread's current context, as an exception on the
+    /// device does: until the session ends, every call on the context that is
+    /// not about contexts themselves does nothing and returns `code`. What is
+    /// pending is dropped and counted; what is being carried out ends.
+    ///
+    /// # Panics
+    ///
+    /// If there is no current context, or `code` is not one of [`code`].
+    #[track_caller]
+    pub fn break_context(&self, code: i32) {
+        assert_is_failure(code);
+        let found = (self.sim.functions.break_context)(code);
+        assert!(found, "the thread has no current context");
+    }
+
     /// Makes the `nth` call of `call` from now (1 is the next) return `code`
     /// and do nothing.
     ///
@@ -287,7 +337,7 @@ impl Session {
     #[track_caller]
     pub fn fail_nth(&self, call: &str, nth: u64, code: i32) {
         assert!(nth > 0, "calls are counted from 1");
-        self.order_fault(call, nth, code, false);
+        self.order_fault(call, nth, code, wire::INSTEAD);
     }
 
     /// Makes the `nth` call of `call` from now do its work, if it can, and
@@ -300,7 +350,20 @@ impl Session {
     #[track_caller]
     pub fn fail_nth_after_acting(&self, call: &str, nth: u64, code: i32) {
         assert!(nth > 0, "calls are counted from 1");
-        self.order_fault(call, nth, code, true);
+        self.order_fault(call, nth, code, wire::AFTER_ACTING);
+    }
+
+    /// Makes the `nth` call of `call` from now return `code`, do nothing, and
+    /// [break](Self::break_context) the context that is current then.
+    ///
+    /// # Panics
+    ///
+    /// As [`fail_nth`](Self::fail_nth).
+    #[track_caller]
+    pub fn break_at_nth(&self, call: &str, nth: u64, code: i32) {
+        assert!(nth > 0, "calls are counted from 1");
+        assert_is_failure(code);
+        self.order_fault(call, nth, code, wire::BREAKING);
     }
 
     /// Makes every call of `call` return `code` and do nothing.
@@ -310,15 +373,15 @@ impl Session {
     /// As [`fail_nth`](Self::fail_nth).
     #[track_caller]
     pub fn fail_always(&self, call: &str, code: i32) {
-        self.order_fault(call, 0, code, false);
+        self.order_fault(call, 0, code, wire::INSTEAD);
     }
 
     #[track_caller]
-    fn order_fault(&self, call: &str, nth: u64, code: i32, acts: bool) {
+    fn order_fault(&self, call: &str, nth: u64, code: i32, way: u32) {
         assert!(code::is_known(code), "{code} is not a known result code");
         let name = self.sim.exported(call);
         // SAFETY: a C string that outlives the call.
-        unsafe { (self.sim.functions.fail)(name.as_ptr(), nth, code, acts) }
+        unsafe { (self.sim.functions.fail)(name.as_ptr(), nth, code, way) }
     }
 
     /// Forgets all faults.
@@ -361,7 +424,7 @@ impl Session {
     }
 }
 
-/// While it lives, no stream runs anything.
+/// While it lives, no stream runs anything, or one stream does not.
 #[must_use = "dropping it ends the hold"]
 pub struct Hold {
     sim: &'static Sim,
@@ -378,4 +441,12 @@ impl Drop for Hold {
     fn drop(&mut self) {
         (self.sim.functions.release)(self.number);
     }
+}
+
+#[track_caller]
+fn assert_is_failure(code: i32) {
+    assert!(
+        code::is_known(code) && code != code::SUCCESS,
+        "{code} is not a known error code"
+    );
 }

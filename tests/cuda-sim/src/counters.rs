@@ -83,6 +83,12 @@ counters! {
         staged_copies,
         /// Operations that touched device memory which had been freed.
         dead_device_accesses,
+        /// Copies on a stream of another context than that of device memory
+        /// which they named, those of `cuMemcpyPeerAsync` included.
+        foreign_context_copies,
+        /// Operations that were pending when their context broke, and never
+        /// ran.
+        dropped_operations,
         /// Graph launches.
         graph_launches,
     }

@@ -4,8 +4,9 @@
 mod common;
 
 use common::{
-    bench, code, code_of, device_alloc, event_query, event_wait, host_alloc, htod, new_event, null,
-    out, record, register_at, stream_query, stream_wait,
+    bench, code, code_of, device_alloc, device_bytes, dtoh, event_query, event_wait, host_alloc,
+    host_bytes, htod, new_event, null, out, overwrite, record, register_at, stream_query,
+    stream_wait,
 };
 use cudarc::driver::{CudaContext, sys};
 use std::ffi::c_void;
@@ -206,4 +207,78 @@ fn there_are_two_devices() {
         [Ok(0), Ok(1), Err(101), Err(101)]
     );
     assert_eq!(code_of(CudaContext::new(7)), 101);
+}
+
+/// "A memory copy will succeed even if it is issued to a stream that is not
+/// associated to the current device" (Programming Guide); with unified
+/// addressing the driver finds the memory's context by itself.
+#[test]
+fn copies_of_another_contexts_device_memory_are_counted_and_in_no_order_with_its_streams() {
+    let bench = bench();
+    let source = host_alloc(64);
+    overwrite(source, 64, 1);
+    let memory = device_alloc(64);
+    // Pending on the legacy stream of the memory's own context.
+    assert_eq!(htod(memory, source, 64, null().cast()), 0);
+    let other = CudaContext::new(1).unwrap();
+    let stream = other.new_stream().unwrap();
+    let (own, back) = (device_alloc(64), host_alloc(64));
+    assert_eq!(htod(own, source, 64, stream.cu_stream()), 0);
+    assert_eq!(stream_wait(stream.cu_stream()), 0);
+    assert_eq!(bench.session.counters().foreign_context_copies, 0);
+
+    assert_eq!(htod(memory, [2; 64].as_ptr(), 64, stream.cu_stream()), 0);
+    assert_eq!(dtoh(back, memory, 64, stream.cu_stream()), 0);
+    // SAFETY: the simulated driver looks the addresses up.
+    let within = |to, from| unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, 64, stream.cu_stream()) };
+    assert_eq!(code(within(own, memory)), 0);
+    assert_eq!(code(within(memory, own)), 0);
+    assert_eq!(stream_wait(stream.cu_stream()), 0);
+    assert_eq!(bench.session.counters().foreign_context_copies, 4);
+    assert_eq!(host_bytes(back, 64), [2; 64]);
+    // The copy that was first is the last one to be carried out.
+    bench.context.bind_to_thread().unwrap();
+    assert_eq!(device_bytes(memory, 64), [1; 64]);
+    assert_eq!(bench.session.counters().foreign_context_copies, 4);
+}
+
+#[test]
+fn another_contexts_device_memory_cannot_be_filled() {
+    let bench = bench();
+    let memory = device_alloc(64);
+    let other = CudaContext::new(1).unwrap();
+    let stream = other.new_stream().unwrap();
+    // SAFETY: the simulated driver looks the address up.
+    let results = unsafe {
+        [
+            sys::cuMemsetD8Async(memory, 7, 64, stream.cu_stream()),
+            sys::cuMemsetD32Async(memory, 7, 16, null().cast()),
+            sys::cuMemsetD8_v2(memory, 7, 64),
+        ]
+    };
+    assert_eq!(results.map(code), [1; 3]);
+    bench.context.bind_to_thread().unwrap();
+    assert_ne!(device_bytes(memory, 64), [7; 64]);
+}
+
+#[test]
+fn a_peer_copy_names_the_contexts_that_the_memory_is_in() {
+    let bench = bench();
+    let from = device_alloc(64);
+    let here = bench.context.cu_ctx();
+    let other = CudaContext::new(1).unwrap();
+    let there = other.cu_ctx();
+    let stream = other.new_stream().unwrap();
+    let to = device_alloc(64);
+    let copy = |(to, there), (from, here), bytes| {
+        let stream = stream.cu_stream();
+        // SAFETY: the simulated driver looks addresses and handles up.
+        code(unsafe { sys::cuMemcpyPeerAsync(to, there, from, here, bytes, stream) })
+    };
+    assert_eq!(copy((to, there), (from, here), 64), 0);
+    assert_eq!(copy((to, here), (from, here), 64), 1);
+    assert_eq!(copy((to, there), (from, there), 64), 1);
+    assert_eq!(copy((0, there), (0, here), 0), 0);
+    assert_eq!(stream_wait(stream.cu_stream()), 0);
+    assert_eq!(bench.session.counters().foreign_context_copies, 1);
 }

@@ -376,6 +376,54 @@ fn writing_pageable_memory_blocks() {
 }
 
 #[test]
+fn writing_pageable_memory_blocks_on_every_kind_of_device() {
+    for kind in [
+        DeviceKind::Coherent,
+        DeviceKind::Integrated,
+        DeviceKind::Hmm,
+    ] {
+        let bench = bench();
+        bench.session.set_device(kind);
+        let stream = bench.stream();
+        let mut target = [0_u8; 64];
+        let pointer = target.as_mut_ptr();
+        assert_eq!(dtoh(pointer, device_alloc(64), 64, stream.cu_stream()), 0);
+        assert_eq!(bench.session.counters().d2h_transfers, 1, "{kind:?}");
+    }
+}
+
+#[test]
+fn pageable_memory_is_written_late_when_set() {
+    let bench = bench();
+    let stream = bench.stream();
+    let memory = device_alloc(64);
+    assert_eq!(htod(memory, [6; 64].as_ptr(), 64, stream.cu_stream()), 0);
+    bench.session.set_pageable_written_late(true);
+    let target = Mapping::new(PAGE);
+    assert_eq!(dtoh(target.0, memory, 64, stream.cu_stream()), 0);
+    assert_eq!(host_bytes(target.0, 64), [0; 64]);
+    assert_eq!(stream_wait(stream.cu_stream()), 0);
+    assert_eq!(host_bytes(target.0, 64), [6; 64]);
+    // The synchronous call waits, whatever is set.
+    assert_eq!(device_bytes(memory, 64), [6; 64]);
+    let counters = bench.session.counters();
+    assert_eq!((counters.late_writes, counters.dead_writes), (1, 0));
+}
+
+#[test]
+fn unmapping_pageable_memory_that_is_written_late_is_a_dead_write() {
+    let bench = bench();
+    let stream = bench.stream();
+    bench.session.set_pageable_written_late(true);
+    let target = Mapping::new(PAGE);
+    assert_eq!(dtoh(target.0, device_alloc(64), 64, stream.cu_stream()), 0);
+    drop(target);
+    assert_eq!(stream_wait(stream.cu_stream()), 0);
+    let counters = bench.session.counters();
+    assert_eq!((counters.late_writes, counters.dead_writes), (1, 1));
+}
+
+#[test]
 fn writing_page_locked_memory_happens_late() {
     let bench = bench();
     let stream = bench.stream();

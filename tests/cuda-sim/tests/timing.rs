@@ -7,9 +7,10 @@ use common::{
     bench, device_alloc, device_bytes, dtoh, event_query, event_wait, host_alloc, host_bytes,
     host_free, htod, htod_sync, new_event, null, out, overwrite, record, stream_query, stream_wait,
 };
-use cuda_sim::Timing;
-use cudarc::driver::sys;
-use std::sync::atomic::{AtomicBool, Ordering};
+use cuda_sim::{Hold, Session, Timing};
+use cudarc::driver::{CudaStream, sys};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 #[test]
@@ -340,4 +341,82 @@ fn nothing_hangs_whatever_threads_do_at_once() {
         (0, 8 * ROUNDS)
     );
     assert_eq!((counters.torn_transfers, counters.dead_reads), (0, 0));
+}
+
+#[test]
+fn a_held_stream_runs_nothing_while_others_run() {
+    struct Release<'a> {
+        session: &'a Session,
+        hold: Mutex<Option<Hold>>,
+        seen: AtomicU64,
+    }
+
+    extern "C" fn release(data: *mut std::ffi::c_void) {
+        // SAFETY: what the test passes, which outlives its waits.
+        let this = unsafe { &*data.cast::<Release<'_>>() };
+        let transfers = this.session.counters().h2d_transfers;
+        this.seen.store(transfers, Ordering::SeqCst);
+        drop(this.hold.lock().unwrap().take());
+    }
+
+    let bench = bench();
+    let (held, other) = (bench.stream(), bench.stream());
+    let source = host_alloc(64);
+    let target = device_alloc(64);
+    let release_later = Release {
+        session: &bench.session,
+        hold: Mutex::new(Some(bench.session.hold_stream(held.cu_stream()))),
+        seen: AtomicU64::new(0),
+    };
+    let copy_on = |stream: &CudaStream| htod(target, source, 64, stream.cu_stream());
+    assert_eq!((copy_on(&held), copy_on(&other)), (0, 0));
+    assert_eq!(stream_wait(other.cu_stream()), 0);
+    assert_eq!(bench.session.counters().h2d_transfers, 1);
+
+    // The wait needs the function as well, but first what comes before it on
+    // the stream, unless that is held.
+    let data = (&raw const release_later).cast_mut().cast();
+    // SAFETY: waited for before the data goes.
+    let launched = unsafe { sys::cuLaunchHostFunc(other.cu_stream(), Some(release), data) };
+    assert_eq!(common::code(launched), 0);
+    held.join(&other).unwrap();
+    assert_eq!(stream_wait(held.cu_stream()), 0);
+    assert_eq!(release_later.seen.load(Ordering::SeqCst), 1);
+    assert_eq!(bench.session.counters().h2d_transfers, 2);
+}
+
+#[test]
+fn a_stream_is_held_as_long_as_any_hold_holds_it() {
+    let bench = bench();
+    let stream = bench.stream();
+    let source = host_alloc(64);
+    assert_eq!(htod(device_alloc(64), source, 64, stream.cu_stream()), 0);
+    let session = &bench.session;
+    let held_alone = || session.hold_stream(stream.cu_stream());
+    let (all, one, another) = (session.hold(), held_alone(), held_alone());
+    for hold in [one, all, another] {
+        assert_eq!(stream_query(stream.cu_stream()), 600);
+        assert_eq!(session.counters().h2d_transfers, 0);
+        drop(hold);
+    }
+    assert_eq!(stream_wait(stream.cu_stream()), 0);
+}
+
+#[test]
+fn the_default_stream_can_be_held_by_the_handle_that_calls_take() {
+    let bench = bench();
+    let source = host_alloc(64);
+    assert_eq!(htod(device_alloc(64), source, 64, null().cast()), 0);
+    let hold = bench.session.hold_stream(null());
+    assert_eq!(stream_query(null().cast()), 600);
+    bench.session.drain();
+    assert_eq!(stream_query(null().cast()), 0);
+    drop(hold);
+}
+
+#[test]
+#[should_panic(expected = "no stream that can be used")]
+fn a_handle_that_is_no_stream_cannot_be_held() {
+    let bench = bench();
+    let _hold = bench.session.hold_stream(new_event());
 }

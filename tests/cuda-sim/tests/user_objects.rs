@@ -189,6 +189,20 @@ fn a_destructor_waits_for_the_end_of_a_hold() {
 }
 
 #[test]
+fn a_destructor_does_not_wait_for_the_end_of_a_hold_of_one_stream() {
+    let bench = bench();
+    let trace = Trace::default();
+    let stream = bench.stream();
+    let _hold = bench.session.hold_stream(stream.cu_stream());
+    drop(bench.session.hold());
+    assert_eq!(release(object(&trace, 1), 1), 0);
+    // Relaxed: the count alone is of interest.
+    while trace.runs.load(Ordering::Relaxed) == 0 {
+        thread::yield_now();
+    }
+}
+
+#[test]
 fn nonsense_is_refused() {
     let bench = bench();
     let trace = Trace::default();

@@ -1,6 +1,8 @@
 //! The wall between C and Rust: every exported function goes through it.
 
-use super::{Outcome, faults, state, user_object};
+use super::faults::{self, Due, Way};
+use super::process::{check_initialized, is_forked_child};
+use super::{Outcome, context, state, user_object};
 use crate::code;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -25,9 +27,13 @@ impl Site {
     }
 
     /// Counts the call, lets an ordered fault take its place, or else runs
-    /// `body`, whose panics become `CUDA_ERROR_UNKNOWN`. From a destructor
-    /// nothing may be called.
+    /// `body`, whose panics become `CUDA_ERROR_UNKNOWN`. From a destructor, or
+    /// in a forked child, nothing may be called.
     pub(super) fn run(&'static self, body: impl FnOnce() -> Outcome) -> i32 {
+        // Before any lock.
+        if is_forked_child() {
+            return code::NOT_INITIALIZED;
+        }
         if !self.listed.load(Ordering::Relaxed) && !self.listed.swap(true, Ordering::Relaxed) {
             sites().push(self);
         }
@@ -38,8 +44,15 @@ impl Site {
             return code::NOT_PERMITTED;
         }
         let fault = faults::due(self.name);
-        if let Some(fault) = fault.filter(|fault| !fault.acts) {
-            return fault.code;
+        if let Some(Due { code, way }) = fault {
+            match way {
+                Way::AfterActing => {}
+                Way::Instead => return code,
+                Way::Breaking => {
+                    context::break_current(code);
+                    return code;
+                }
+            }
         }
         match catch_unwind(AssertUnwindSafe(body)) {
             Ok(Ok(())) => fault.map_or(code::SUCCESS, |fault| fault.code),
@@ -74,24 +87,6 @@ pub(super) fn set_counting(on: bool) {
 pub(super) fn reset_calls() {
     for site in sites().iter() {
         site.calls.store(0, Ordering::Relaxed);
-    }
-}
-
-/// Set by `cuInit`. Relaxed: what a caller on another thread needs to see of
-/// the tables, it sees through their lock.
-static INITIALIZED: AtomicBool = AtomicBool::new(false);
-
-/// Lets every other call act from now on.
-pub(super) fn initialize() {
-    INITIALIZED.store(true, Ordering::Relaxed);
-}
-
-/// An error before `cuInit`.
-pub(super) fn check_initialized() -> Outcome {
-    if INITIALIZED.load(Ordering::Relaxed) {
-        Ok(())
-    } else {
-        Err(code::NOT_INITIALIZED)
     }
 }
 

@@ -1,8 +1,9 @@
 //! Contexts, the current one of each thread, and the streams they come with.
 
+use super::device::Span;
 use super::host::{self, Owner};
 use super::schedule::{Role, Stream};
-use super::state::{Guard, State};
+use super::state::{self, Guard, State};
 use super::{Outcome, TALLY, this_thread};
 use crate::{code, counters};
 use std::cell::RefCell;
@@ -17,6 +18,8 @@ pub(super) struct Context {
     pub(super) active: bool,
     pub(super) primary: bool,
     pub(super) legacy: usize,
+    /// What every call returns since the context broke.
+    broken: Option<i32>,
     per_thread: HashMap<u64, usize>,
 }
 
@@ -72,6 +75,7 @@ impl State {
             active: true,
             primary,
             legacy,
+            broken: None,
             per_thread: HashMap::new(),
         };
         self.contexts.insert(handle, context);
@@ -109,7 +113,42 @@ impl State {
     /// The current context of the calling thread, which must be usable.
     pub(super) fn current(&self) -> Outcome<usize> {
         let handle = current_handle();
-        self.context(handle).map(|_| handle)
+        self.context(handle)?;
+        self.check_unbroken(handle)?;
+        Ok(handle)
+    }
+
+    /// The error of a context that broke.
+    pub(super) fn check_unbroken(&self, context: usize) -> Outcome {
+        match self.contexts.get(&context).and_then(|it| it.broken) {
+            Some(code) => Err(code),
+            None => Ok(()),
+        }
+    }
+
+    /// Device memory that a call names.
+    pub(super) fn span(&self, address: u64, len: usize) -> Outcome<Span> {
+        let span = self.device.span(address, len)?;
+        self.check_unbroken(span.memory.context)?;
+        Ok(span)
+    }
+
+    /// Breaks a context, unless it is broken already. Waits for nothing.
+    pub(super) fn break_context(&mut self, handle: usize, code: i32) {
+        if let Some(context) = self.contexts.get_mut(&handle) {
+            context.broken.get_or_insert(code);
+        }
+        for stream in self.streams_of(handle) {
+            self.leave_capture(stream);
+            self.break_stream(stream);
+        }
+    }
+
+    /// Makes broken contexts usable again.
+    pub(super) fn mend_contexts(&mut self) {
+        for context in self.contexts.values_mut() {
+            context.broken = None;
+        }
     }
 
     /// Who owns what the calling thread allocates or registers now.
@@ -128,10 +167,11 @@ impl State {
     /// stream, 2 is the calling thread's own default stream.
     pub(super) fn stream(&mut self, handle: usize) -> Outcome<usize> {
         match handle {
-            0 | 1 => Ok(self.context(current_handle())?.legacy),
+            0 | 1 => Ok(self.context(self.current()?)?.legacy),
             2 => self.per_thread_stream(),
             _ => match self.streams.get(&handle) {
                 Some(stream) if stream.role == Role::Created && !stream.is_destroyed() => {
+                    self.check_unbroken(stream.context)?;
                     Ok(handle)
                 }
                 _ => Err(code::INVALID_HANDLE),
@@ -159,6 +199,17 @@ impl State {
             .map(|(id, _)| *id)
             .collect()
     }
+}
+
+/// Breaks the calling thread's current context. Returns whether there is one.
+pub(super) fn break_current(code: i32) -> bool {
+    let mut state = state::lock();
+    let handle = current_handle();
+    let found = state.context(handle).is_ok();
+    if found {
+        state.break_context(handle, code);
+    }
+    found
 }
 
 /// Ends a context and all that belongs to it. Waits for nothing: work that is

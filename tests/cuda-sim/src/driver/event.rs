@@ -30,7 +30,9 @@ pub(super) enum Record {
 
 impl State {
     pub(super) fn event(&self, handle: usize) -> Outcome<&Event> {
-        self.events.get(&handle).ok_or(code::INVALID_HANDLE)
+        let event = self.events.get(&handle).ok_or(code::INVALID_HANDLE)?;
+        self.check_unbroken(event.context)?;
+        Ok(event)
     }
 
     /// The point to wait for; none if the event counts as complete. An event

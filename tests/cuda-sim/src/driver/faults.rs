@@ -1,5 +1,4 @@
-//! Faults on demand: which call returns which code, instead of acting or
-//! after it.
+//! Faults on demand: which call returns which code, and whether it acts.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,9 +14,18 @@ struct Fault {
 #[derive(Clone, Copy)]
 pub(super) struct Due {
     pub(super) code: i32,
-    /// Whether it acts all the same, as a call does that returns the error of
-    /// earlier work.
-    pub(super) acts: bool,
+    pub(super) way: Way,
+}
+
+#[derive(Clone, Copy)]
+pub(super) enum Way {
+    /// It does nothing.
+    Instead,
+    /// It acts all the same, as a call does that returns the error of earlier
+    /// work.
+    AfterActing,
+    /// It does nothing, and breaks the current context.
+    Breaking,
 }
 
 static FAULTS: Mutex<Vec<Fault>> = Mutex::new(Vec::new());

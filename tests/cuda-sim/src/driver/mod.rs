@@ -19,7 +19,7 @@
 //! 2. *Time.* The timing that is set allows it. `Immediate`: always.
 //!    `Delay(d)`: once `d` has passed since it was enqueued. `UntilWaited`:
 //!    once it has been *demanded*.
-//! 3. *No hold* is in force.
+//! 3. *No hold* is in force, neither on all streams nor on this one.
 //!
 //! An operation is demanded when somebody can tell whether it ran: a call
 //! that waits for it, a query that found it pending, or a demanded operation
@@ -36,6 +36,9 @@
 //! leaves its operations queued; they hold what they need (staging buffers,
 //! device memory, the knowledge of where host memory was) and find what died
 //! in the meantime to be dead.
+//!
+//! A context that breaks drops all that is queued in it, and every later call
+//! on it returns the error that it broke with.
 //!
 //! # Locks
 //!
@@ -55,6 +58,7 @@ mod host;
 mod maps;
 mod operation;
 mod pool;
+mod process;
 mod remote;
 mod schedule;
 mod settings;

@@ -83,6 +83,17 @@ pub(super) struct Target {
 }
 
 impl Action {
+    /// Whether it is a copy that names device memory of another context.
+    pub(super) fn is_copy_beyond(&self, context: usize) -> bool {
+        let beyond = |span: &Span| span.memory.context != context;
+        match self {
+            Action::ToDevice { target, .. } => beyond(target),
+            Action::ToHost { source, .. } => beyond(source),
+            Action::WithinDevice { source, target } => beyond(source) || beyond(target),
+            _ => false,
+        }
+    }
+
     /// Carries the operation out, without the lock.
     pub(super) fn execute(&self) {
         match self {

@@ -43,6 +43,8 @@ pub(super) struct Stream {
     pub(super) priority: i32,
     /// Its handle is no more; what is queued still runs.
     destroyed: bool,
+    /// Its context broke once. Whether it is broken, the context knows.
+    broken: bool,
     /// The capture it takes part in.
     capture: Option<usize>,
     /// Where others see, without the lock, whether it is quiet.
@@ -89,8 +91,8 @@ fn quiet_flag(handle: usize) -> Option<&'static AtomicBool> {
     QUIET.get(state::handle_number(handle)?)
 }
 
-/// Whether the handle is that of a created stream that is alive and takes part
-/// in no capture. `false` may mean that nobody knows: the tables do.
+/// Whether the handle is that of a created stream that can be used and takes
+/// part in no capture. `false` may mean that nobody knows: the tables do.
 ///
 /// Relaxed: who has seen a call return that changed it, or has made that call,
 /// sees the change, and any other thread may be told the one or the other, as
@@ -109,6 +111,7 @@ impl Stream {
             flags,
             priority,
             destroyed: false,
+            broken: false,
             capture: None,
             quiet: None,
             queue: VecDeque::new(),
@@ -152,8 +155,8 @@ impl Stream {
     /// After each change of what it depends on, under the lock.
     fn show_quiet(&self) {
         if let Some(quiet) = self.quiet {
-            let is = self.role == Role::Created && !self.destroyed && self.capture.is_none();
-            quiet.store(is, Ordering::Relaxed);
+            let usable = self.role == Role::Created && !self.destroyed && !self.broken;
+            quiet.store(usable && self.capture.is_none(), Ordering::Relaxed);
         }
     }
 
@@ -170,6 +173,8 @@ impl State {
         action: Action,
         mut after: Vec<Point>,
     ) -> Outcome<Point> {
+        let stream = self.streams.get(&id).ok_or(code::INVALID_HANDLE)?;
+        self.check_unbroken(stream.context)?;
         self.implicit_order(id, &mut after);
         let stream = self.streams.get_mut(&id).ok_or(code::INVALID_HANDLE)?;
         if !stream.has_worker {
@@ -268,7 +273,7 @@ impl State {
             match head.after.iter().find(|point| !self.is_reached(**point)) {
                 Some(point) => id = point.stream,
                 None => {
-                    let ready = matches!(self.readiness(stream), Readiness::Ready);
+                    let ready = matches!(self.readiness(id, stream), Readiness::Ready);
                     // The program's functions run on a thread of the driver's.
                     let ours = !matches!(head.action, Action::Call(_));
                     return (ready && ours).then_some(id);
@@ -282,10 +287,13 @@ impl State {
         let stream = self.streams.get_mut(&id)?;
         let operation = stream.queue.pop_front()?;
         stream.running = true;
+        if operation.action.is_copy_beyond(stream.context) {
+            counters::add(&TALLY.foreign_context_copies, 1);
+        }
         Some(operation)
     }
 
-    fn readiness(&self, stream: &Stream) -> Readiness {
+    fn readiness(&self, id: usize, stream: &Stream) -> Readiness {
         let Some(head) = stream.queue.front() else {
             return Readiness::Blocked;
         };
@@ -298,7 +306,8 @@ impl State {
         if self.drains > 0 {
             return Readiness::Ready;
         }
-        if !self.holds.is_empty() {
+        let mut holds = self.holds.values();
+        if holds.any(|held| held.is_none_or(|held| held == id)) {
             return Readiness::Blocked;
         }
         match self.settings.timing {
@@ -322,7 +331,7 @@ impl State {
             return;
         };
         let retire = stream.destroyed && stream.is_idle();
-        if stream.parked && (retire || !matches!(self.readiness(stream), Readiness::Blocked)) {
+        if stream.parked && (retire || !matches!(self.readiness(id, stream), Readiness::Blocked)) {
             let work = stream.work.clone();
             if let Some(stream) = self.streams.get_mut(&id) {
                 stream.parked = false;
@@ -349,7 +358,7 @@ impl State {
             self.streams.remove(&id);
             return Next::Retire;
         }
-        let until = match self.readiness(stream) {
+        let until = match self.readiness(id, stream) {
             Readiness::Ready => match self.take(id) {
                 Some(operation) => return Next::Run(operation),
                 None => None,
@@ -366,14 +375,38 @@ impl State {
         }
     }
 
-    /// Notes that an operation is done, and wakes whoever waited for that.
-    pub(super) fn finish(&mut self, id: usize, seq: u64) {
+    /// Notes that the operation which ran is done.
+    pub(super) fn finish(&mut self, id: usize) {
         counters::take(&TALLY.pending_operations, 1);
+        if let Some(stream) = self.streams.get_mut(&id) {
+            stream.running = false;
+            self.advance(id);
+        }
+    }
+
+    /// Drops what is queued on a stream whose context broke. An operation that
+    /// is being carried out ends by itself.
+    pub(super) fn break_stream(&mut self, id: usize) {
         let Some(stream) = self.streams.get_mut(&id) else {
             return;
         };
-        stream.done = seq;
-        stream.running = false;
+        stream.broken = true;
+        stream.show_quiet();
+        let dropped = std::mem::take(&mut stream.queue).len() as u64;
+        counters::take(&TALLY.pending_operations, dropped);
+        counters::add(&TALLY.dropped_operations, dropped);
+        if !stream.running {
+            self.advance(id);
+            self.nudge(id);
+        }
+    }
+
+    /// Notes how far a stream got, and wakes whoever waited for that.
+    fn advance(&mut self, id: usize) {
+        let Some(stream) = self.streams.get_mut(&id) else {
+            return;
+        };
+        stream.done = stream.enqueued - stream.queue.len() as u64;
         if stream.waiters > 0 {
             stream.progress.notify_all();
         }
@@ -419,11 +452,23 @@ fn last_point((id, stream): (&usize, &Stream)) -> Option<Point> {
     })
 }
 
-/// Demands the points and blocks until they are reached.
+/// Demands the points and blocks until they are reached: an error if a context
+/// that they lie in is broken then, so that they will never be.
+pub(super) fn wait(state: Guard, points: &[Point]) -> Outcome<Guard> {
+    let streams = points.iter().filter_map(|it| state.streams.get(&it.stream));
+    let contexts: Vec<usize> = streams.map(|it| it.context).collect();
+    let state = settle(state, points);
+    for context in contexts {
+        state.check_unbroken(context)?;
+    }
+    Ok(state)
+}
+
+/// As [`wait`], but operations that were dropped are as good as done.
 ///
 /// Whoever waits carries out what it waits for, as far as it may run at once:
 /// waking a worker and being woken by it costs far more than a small copy.
-pub(super) fn wait(mut state: Guard, points: &[Point]) -> Guard {
+pub(super) fn settle(mut state: Guard, points: &[Point]) -> Guard {
     let mut touched = state.mark_demanded(points);
     for point in points {
         while !state.is_reached(*point) {

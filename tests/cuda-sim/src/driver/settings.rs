@@ -23,6 +23,8 @@ pub(super) enum Pageable {
 pub(super) struct Settings {
     pub(super) timing: Timing,
     pub(super) pageable: Pageable,
+    /// Whether a pageable target is written after the call.
+    pub(super) write_late: bool,
     pub(super) free_waits: bool,
     pub(super) detect_torn: bool,
     /// Values that a session gave to device attributes.
@@ -34,6 +36,7 @@ impl Default for Settings {
         Self {
             timing: Timing::UntilWaited,
             pageable: Pageable::StagedAtCall,
+            write_late: false,
             free_waits: false,
             detect_torn: true,
             attributes: BTreeMap::new(),

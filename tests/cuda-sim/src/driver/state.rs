@@ -8,7 +8,7 @@ use super::host::HostTable;
 use super::schedule::Stream;
 use super::settings::Settings;
 use super::user_object;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 /// How many devices there are.
@@ -31,8 +31,9 @@ pub(super) struct State {
     pub(super) host: HostTable,
     pub(super) device: DeviceTable,
     pub(super) settings: Settings,
-    /// Holds in force: while there is one, nothing runs.
-    pub(super) holds: BTreeSet<u64>,
+    /// Holds in force, by number: while there is one, nothing runs on the
+    /// stream that it holds, or on any if it holds all (`None`).
+    pub(super) holds: BTreeMap<u64, Option<usize>>,
     /// How many drains are under way: while there is one, neither holds nor
     /// timing keep anything from running.
     pub(super) drains: u32,

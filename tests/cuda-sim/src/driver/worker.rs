@@ -49,7 +49,7 @@ pub(super) fn carry_out(state: Guard, stream: usize, operation: Operation) -> Gu
     if let Some(event) = recorded {
         event::note_time(&mut state, event, stream, seq);
     }
-    state.finish(stream, seq);
+    state.finish(stream);
     state
 }
 

@@ -1,6 +1,8 @@
 //! What the tests share: a device with one context, and raw calls.
 #![allow(dead_code, reason = "no test file uses all of it")]
 
+pub(crate) mod alone;
+
 use cuda_sim::Session;
 use cudarc::driver::sys::{self, CUdeviceptr, CUevent, CUresult, CUstream};
 use cudarc::driver::{CudaContext, CudaStream, DriverError};

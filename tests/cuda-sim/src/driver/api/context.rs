@@ -2,8 +2,9 @@
 
 use super::device::checked;
 use crate::code;
-use crate::driver::call::{Out, check_initialized, driver_api, enter};
+use crate::driver::call::{Out, driver_api, enter};
 use crate::driver::context::{current_handle, end_context, pop_current, push_current, set_current};
+use crate::driver::process::check_initialized;
 use crate::driver::schedule::{Point, wait};
 
 driver_api! {
@@ -162,8 +163,7 @@ driver_api! {
             return Err(code::STREAM_CAPTURE_UNSUPPORTED);
         }
         let ends: Vec<Point> = streams.into_iter().map(|id| state.end_of(id)).collect();
-        drop(wait(state, &ends));
-        Ok(())
+        wait(state, &ends).map(drop)
     }
 }
 

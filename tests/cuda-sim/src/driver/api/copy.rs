@@ -27,7 +27,7 @@ driver_api! {
         if bytes == 0 {
             return Ok(());
         }
-        let target = state.device.span(target, bytes)?;
+        let target = state.span(target, bytes)?;
         let range = state.host.classify(source, bytes)?;
         state.potentially_unsafe()?;
         let source = Source::Late(Arc::new(LateSource {
@@ -46,10 +46,10 @@ driver_api! {
         if bytes == 0 {
             return Ok(());
         }
-        let source = state.device.span(source, bytes)?;
+        let source = state.span(source, bytes)?;
         let range = state.host.classify(target, bytes)?;
         let capturing = state.streams.get(&stream).is_some_and(|it| it.capture().is_some());
-        let awaited = range.is_none() && !capturing;
+        let awaited = range.is_none() && !capturing && !state.settings.write_late;
         let target = Arc::new(Target {
             address: target,
             range,
@@ -70,7 +70,7 @@ driver_api! {
         if bytes == 0 {
             return Ok(());
         }
-        let source = state.device.span(source, bytes)?;
+        let source = state.span(source, bytes)?;
         let range = state.host.classify(target, bytes)?;
         state.potentially_unsafe()?;
         let target = Arc::new(Target {
@@ -82,23 +82,24 @@ driver_api! {
     }
 
     fn cuMemcpyDtoDAsync_v2(target: u64, source: u64, bytes: usize, stream: usize) {
-        within_device(target, source, bytes, stream)
+        within_device(target, source, bytes, stream, None)
     }
 
     /// Returns before the copy is done: within a device nothing waits.
     fn cuMemcpyDtoD_v2(target: u64, source: u64, bytes: usize) {
-        within_device(target, source, bytes, 0)
+        within_device(target, source, bytes, 0, None)
     }
 
+    /// Memory that lies elsewhere than the caller says is an error.
     fn cuMemcpyPeerAsync(
         target: u64,
-        _target_context: usize,
+        target_context: usize,
         source: u64,
-        _source_context: usize,
+        source_context: usize,
         bytes: usize,
         stream: usize,
     ) {
-        within_device(target, source, bytes, stream)
+        within_device(target, source, bytes, stream, Some([target_context, source_context]))
     }
 }
 
@@ -131,7 +132,7 @@ pub(super) unsafe fn to_device(
     if bytes == 0 {
         return Ok(());
     }
-    let target = state.device.span(target, bytes)?;
+    let target = state.span(target, bytes)?;
     let range = state.host.classify(source, bytes)?;
     state.check_implicit(stream)?;
     let capturing = state
@@ -146,7 +147,7 @@ pub(super) unsafe fn to_device(
     };
     if staged && staging == Staging::AsSet && pageable == Pageable::StagedAfterStreamWait {
         let end = state.end_of(stream);
-        state = wait(state, &[end]);
+        state = wait(state, &[end])?;
     }
     let detect_torn = state.settings.detect_torn;
     drop(state);
@@ -182,22 +183,34 @@ fn late_source(
     })))
 }
 
-pub(super) fn within_device(target: u64, source: u64, bytes: usize, stream: usize) -> Outcome {
+/// A copy between device memories; `contexts` are those that the caller says
+/// they lie in.
+fn within_device(
+    target: u64,
+    source: u64,
+    bytes: usize,
+    stream: usize,
+    contexts: Option<[usize; 2]>,
+) -> Outcome {
     let mut state = enter()?;
     state.current()?;
     let stream = state.stream(stream)?;
     if bytes == 0 {
         return Ok(());
     }
-    let target = state.device.span(target, bytes)?;
-    let source = state.device.span(source, bytes)?;
+    let target = state.span(target, bytes)?;
+    let source = state.span(source, bytes)?;
+    let found = [target.memory.context, source.memory.context];
+    if contexts.is_some_and(|contexts| contexts != found) {
+        return Err(code::INVALID_VALUE);
+    }
     state.submit(stream, Action::WithinDevice { source, target })?;
     Ok(())
 }
 
 fn await_submitted(mut state: state::Guard, stream: usize, action: Action) -> Outcome {
-    if let Some(point) = state.submit(stream, action)? {
-        drop(wait(state, &[point]));
+    match state.submit(stream, action)? {
+        Some(point) => wait(state, &[point]).map(drop),
+        None => Ok(()),
     }
-    Ok(())
 }

@@ -1,7 +1,8 @@
 //! Initialisation, devices, and the texts of result codes.
 
 use crate::code;
-use crate::driver::call::{Out, check_initialized, driver_api, enter, initialize};
+use crate::driver::call::{Out, driver_api, enter};
+use crate::driver::process::{check_initialized, initialize};
 use crate::driver::state::DEVICES;
 use crate::driver::{Outcome, device};
 use std::ffi::c_char;
@@ -24,8 +25,7 @@ driver_api! {
         if flags != 0 {
             return Err(code::INVALID_VALUE);
         }
-        initialize();
-        Ok(())
+        initialize()
     }
 
     fn cuDriverGetVersion(version: Out<i32>) {

@@ -71,6 +71,7 @@ driver_api! {
     fn cuMemGetAddressRange_v2(base: Out<u64>, size: Out<usize>, pointer: u64) {
         let state = enter()?;
         let memory = state.device.find(pointer).ok_or(code::NOT_FOUND)?;
+        state.check_unbroken(memory.context)?;
         base.set_if_wanted(memory.base);
         size.set_if_wanted(memory.len);
         Ok(())
@@ -98,6 +99,8 @@ driver_api! {
 }
 
 /// Fills on a stream, or without one on the legacy stream, and waits then.
+///
+/// The documents let copies alone find the context of the memory by themselves.
 fn fill(pointer: u64, value: &[u8], count: usize, stream: Option<usize>) -> Outcome {
     let mut state = enter()?;
     state.current()?;
@@ -109,7 +112,11 @@ fn fill(pointer: u64, value: &[u8], count: usize, stream: Option<usize>) -> Outc
         return Err(code::INVALID_VALUE);
     }
     let bytes = count.checked_mul(value.len()).ok_or(code::INVALID_VALUE)?;
-    let target = state.device.span(pointer, bytes)?;
+    let target = state.span(pointer, bytes)?;
+    let context = state.streams.get(&id).map(|it| it.context);
+    if context != Some(target.memory.context) {
+        return Err(code::INVALID_VALUE);
+    }
     if stream.is_none() {
         state.potentially_unsafe()?;
     }
@@ -119,8 +126,8 @@ fn fill(pointer: u64, value: &[u8], count: usize, stream: Option<usize>) -> Outc
     };
     pattern.bytes[..value.len()].copy_from_slice(value);
     let point = state.submit(id, Action::Fill { target, pattern })?;
-    if let (None, Some(point)) = (stream, point) {
-        drop(wait(state, &[point]));
+    match (stream, point) {
+        (None, Some(point)) => wait(state, &[point]).map(drop),
+        _ => Ok(()),
     }
-    Ok(())
 }

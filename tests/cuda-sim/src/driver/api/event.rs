@@ -35,7 +35,8 @@ driver_api! {
     /// Waits for nothing; who waits for the record goes on doing so.
     fn cuEventDestroy_v2(event: usize) {
         let mut state = enter()?;
-        state.events.remove(&event).ok_or(code::INVALID_HANDLE)?;
+        state.event(event)?;
+        state.events.remove(&event);
         counters::take(&TALLY.live_events, 1);
         Ok(())
     }
@@ -71,10 +72,10 @@ driver_api! {
         state.current()?;
         let point = state.event_point(event)?;
         state.potentially_unsafe()?;
-        if let Some(point) = point {
-            drop(wait(state, &[point]));
+        match point {
+            Some(point) => wait(state, &[point]).map(drop),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     fn cuEventElapsedTime(milliseconds: Out<f32>, start: usize, end: usize) {

@@ -5,7 +5,7 @@ use crate::driver::Outcome;
 use crate::driver::call::{Out, driver_api, enter};
 use crate::driver::host::{self, Backing, Origin};
 use crate::driver::maps::{self, Mapping};
-use crate::driver::schedule::{Point, wait};
+use crate::driver::schedule::{Point, settle};
 use crate::driver::settings::READ_ONLY_HOST_REGISTER_SUPPORTED;
 use crate::driver::state::Guard;
 
@@ -28,7 +28,7 @@ driver_api! {
         let mut state = enter()?;
         state.current()?;
         state.potentially_unsafe()?;
-        state = wait_if_set(state);
+        state = wait_if_set(state)?;
         let freed = state.host.free(pointer)?;
         drop(state);
         host::poison(&freed);
@@ -62,7 +62,7 @@ driver_api! {
             return Err(code::INVALID_VALUE);
         }
         state.potentially_unsafe()?;
-        wait_if_set(state).host.unregister(pointer)
+        wait_if_set(state)?.host.unregister(pointer)
     }
 
     /// For allocations only, as documented. Unified addressing maps them all.
@@ -98,11 +98,14 @@ fn allocate(pointer: Out<usize>, bytes: usize, flags: u32) -> Outcome {
 }
 
 /// Waits for all work there is, if freeing was set to wait.
-fn wait_if_set(state: Guard) -> Guard {
+fn wait_if_set(state: Guard) -> Outcome<Guard> {
     if !state.settings.free_waits {
-        return state;
+        return Ok(state);
     }
     let ids: Vec<usize> = state.streams.keys().copied().collect();
     let ends: Vec<Point> = ids.into_iter().map(|id| state.end_of(id)).collect();
-    wait(state, &ends)
+    let state = settle(state, &ends);
+    // It may have broken meanwhile.
+    state.current()?;
+    Ok(state)
 }

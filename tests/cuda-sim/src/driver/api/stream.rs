@@ -2,10 +2,11 @@
 
 use crate::code;
 use crate::counters;
-use crate::driver::call::{Out, check_initialized, driver_api, enter};
+use crate::driver::call::{Out, driver_api, enter};
 use crate::driver::capture;
 use crate::driver::event::Record;
 use crate::driver::operation::{Action, HostCall};
+use crate::driver::process::check_initialized;
 use crate::driver::schedule::{Role, Stream, is_quiet, wait};
 use crate::driver::{Outcome, TALLY};
 use std::ffi::c_void;
@@ -39,8 +40,7 @@ driver_api! {
         let mut state = enter()?;
         let stream = usable(&mut state, stream)?;
         let end = state.end_of(stream);
-        drop(wait(state, &[end]));
-        Ok(())
+        wait(state, &[end]).map(drop)
     }
 
     fn cuStreamQuery(stream: usize) {
