@@ -439,6 +439,33 @@ fn a_copy_into_a_part_of_a_device_buffer_lands_there() {
     assert_eq!(rig.read_back(&on_device), [0, 7, 8, 0]);
 }
 
+/// No document says when the driver writes pageable memory.
+#[test]
+fn results_have_arrived_though_the_driver_writes_pageable_memory_late() {
+    type Download = fn(&Rig, &CudaSlice<u8>, &mut [u8]);
+    let downloads: [Download; 3] = [
+        |rig, from, to| rig.copier.copy_d2h_async(from, to).unwrap(),
+        |rig, from, to| rig.copier.scope(|it| it.copy_d2h(from, to)).unwrap(),
+        |rig, from, to| rig.stream.memcpy_dtoh_checked(from, to).unwrap(),
+    ];
+    let arrives = |download: Download| {
+        let rig = Rig::new();
+        rig.sim.set_pageable_written_late(true);
+        let on_device = rig.stream.clone_htod(&[7u8; LEN]).unwrap();
+        let mut back = vec![0; LEN];
+        download(&rig, &on_device, &mut back);
+        let arrived = back == [7; LEN];
+        rig.sim.drain();
+        arrived
+    };
+    for download in downloads {
+        assert!(arrives(download));
+    }
+    assert!(!arrives(|rig, from, to| {
+        rig.stream.memcpy_dtoh(from, to).unwrap()
+    }));
+}
+
 /// Each call is a lock and more in a real driver.
 #[test]
 fn a_copy_from_pageable_memory_makes_these_calls_and_no_other() {
