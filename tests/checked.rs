@@ -447,6 +447,35 @@ fn a_stream_ends_when_the_program_drops_it() {
     rig.assert_sound();
 }
 
+/// `cudarc` makes a new object for a default stream at each call.
+#[test]
+fn a_default_stream_has_one_ring_of_its_own_in_each_context() {
+    let rig = Rig::new();
+    let other = pinned_hosts::cuda::context(1).unwrap();
+    let source = PinnedBuffer::from_slice(&rig.context, &[7u8; LEN]).unwrap();
+    let copy = |stream: Arc<CudaStream>| {
+        let on_device = stream.clone_htod_checked(&source[..]).unwrap();
+        assert_eq!(stream.clone_dtoh_checked(&on_device).unwrap(), [7; LEN]);
+    };
+    let all = || {
+        for context in [&rig.context, &other] {
+            copy(context.default_stream());
+            copy(context.per_thread_stream());
+        }
+    };
+    all();
+    let made = ["cuMemHostAlloc", "cuEventCreate"];
+    let before = made.map(|call| rig.sim.calls(call));
+    let device_memory = 2 * 4 * 3;
+    for _ in 0..3 {
+        all();
+    }
+    assert_eq!(rig.sim.calls(made[0]), before[0]);
+    // `cudarc` makes two for each allocation of device memory.
+    assert_eq!(rig.sim.calls(made[1]), before[1] + device_memory);
+    rig.assert_sound();
+}
+
 #[test]
 fn the_ring_of_a_stream_that_ended_is_kept_while_the_device_reads_it() {
     let rig = Rig::new();
