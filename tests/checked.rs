@@ -447,6 +447,21 @@ fn a_stream_ends_when_the_program_drops_it() {
     rig.assert_sound();
 }
 
+#[test]
+fn a_stream_that_lives_keeps_its_ring_though_others_come() {
+    let rig = Rig::new();
+    let source = PinnedBuffer::from_slice(&rig.context, &[7u8; LEN]).unwrap();
+    let copy = |stream: &Arc<CudaStream>| {
+        stream.clone_htod_checked(&source[..]).unwrap();
+        stream.synchronize().unwrap();
+    };
+    copy(&rig.stream);
+    copy(&rig.context.new_stream().unwrap());
+    let before = rig.sim.calls("cuMemHostAlloc");
+    copy(&rig.stream);
+    assert_eq!(rig.sim.calls("cuMemHostAlloc"), before);
+}
+
 /// `cudarc` makes a new object for a default stream at each call.
 #[test]
 fn a_default_stream_has_one_ring_of_its_own_in_each_context() {
