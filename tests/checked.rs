@@ -455,11 +455,13 @@ fn a_stream_that_lives_keeps_its_ring_though_others_come() {
         stream.clone_htod_checked(&source[..]).unwrap();
         stream.synchronize().unwrap();
     };
-    copy(&rig.stream);
-    copy(&rig.context.new_stream().unwrap());
-    let before = rig.sim.calls("cuMemHostAlloc");
-    copy(&rig.stream);
-    assert_eq!(rig.sim.calls("cuMemHostAlloc"), before);
+    for stream in [&rig.stream, &rig.context.default_stream()] {
+        copy(stream);
+        copy(&rig.context.new_stream().unwrap());
+        let before = rig.sim.calls("cuMemHostAlloc");
+        copy(stream);
+        assert_eq!(rig.sim.calls("cuMemHostAlloc"), before);
+    }
 }
 
 /// `cudarc` makes a new object for a default stream at each call.
@@ -512,12 +514,12 @@ fn the_ring_of_a_stream_that_ended_is_kept_while_the_device_reads_it() {
 #[test]
 fn a_context_ends_though_its_default_stream_was_used() {
     let rig = Rig::new();
+    let source = PinnedBuffer::from_slice(&rig.context, &[7u8; LEN]).unwrap();
     let ended = {
         let context = CudaContext::new(0).unwrap();
-        context
-            .default_stream()
-            .clone_htod_checked(&[1u8; 8])
-            .unwrap();
+        let stream = context.default_stream();
+        stream.clone_htod_checked(&source[..]).unwrap();
+        stream.synchronize().unwrap();
         Arc::downgrade(&context)
     };
     // The next new stream finds that nobody uses it.
