@@ -5,14 +5,14 @@
 
 mod common;
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{Rig, in_child};
+use common::{Rig, in_child, logged};
 use cuda_sim::code;
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode as Mode};
 use memmap2::{Mmap, MmapMut};
@@ -76,31 +76,6 @@ impl Tracked {
 /// How many registrations the driver has.
 fn live(rig: &Rig) -> u64 {
     rig.sim.counters().live_registrations
-}
-
-/// The lines that `run` logs.
-fn logged(run: impl FnOnce()) -> String {
-    #[derive(Clone, Default)]
-    struct Log(Arc<Mutex<Vec<u8>>>);
-
-    impl Write for Log {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().write(bytes)
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    let log = Log::default();
-    let writer = log.clone();
-    let subscriber = tracing_subscriber::fmt()
-        .with_ansi(false)
-        .with_writer(move || writer.clone())
-        .finish();
-    tracing::subscriber::with_default(subscriber, run);
-    String::from_utf8(log.0.lock().unwrap().clone()).unwrap()
 }
 
 // While it lives

@@ -12,8 +12,8 @@ use cudarc::driver::{CudaContext, CudaStream, DeviceRepr, ValidAsZeroBits};
 
 use super::CudaError;
 use super::driver::{self, Event, PER_THREAD_STREAM};
-use super::graph::reclaim_captured;
 use super::pinned_memory::{PinnedMemory, report_leak};
+use super::released::{AT_ONCE, BUFFERS};
 use super::wait::{Waited, wait_for_event, wait_for_stream};
 
 /// A buffer of page-locked host memory, allocated by the driver, in the
@@ -126,8 +126,8 @@ impl<T: DeviceRepr + Copy> PinnedBuffer<T> {
     /// The elements are not initialised yet.
     fn allocate(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
         driver::require()?;
-        // What graphs have let go of is freed first: it may be what is wanted.
-        reclaim_captured();
+        // What graphs kept is freed first: the driver may need that memory.
+        BUFFERS.free(AT_ONCE);
         let too_large = CudaError::TooLarge {
             elements: len,
             element_bytes: size_of::<T>(),
@@ -324,6 +324,10 @@ impl Uses {
     }
 
     fn settle(&mut self) -> Waited {
+        // However long the others took, the answer would stay the same.
+        if let Some(error) = &self.lost {
+            return Waited::Unknown(error.clone());
+        }
         let mut result = Ok(());
         while let Some(last) = self.streams.last() {
             let here = last.thread == thread_of(&last.stream);
@@ -335,10 +339,7 @@ impl Uses {
             }
             self.streams.pop();
         }
-        match &self.lost {
-            Some(error) => Waited::Unknown(error.clone()),
-            None => Waited::Done(result),
-        }
+        Waited::Done(result)
     }
 }
 
