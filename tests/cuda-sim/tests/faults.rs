@@ -5,6 +5,7 @@ mod common;
 
 use common::{bench, device_alloc, event_query, host_alloc, htod, new_event, record, stream_wait};
 use cuda_sim::{DeviceKind, Timing, code};
+use cudarc::driver::{DriverError, sys};
 
 #[test]
 fn the_nth_call_fails_once_and_does_nothing() {
@@ -167,4 +168,43 @@ fn loading_again_finds_the_same_driver() {
     let (one, two) = (cuda_sim::load().unwrap(), cuda_sim::load().unwrap());
     assert!(std::ptr::eq(one, two));
     assert!(one.path().ends_with("libcuda_sim.so"));
+}
+
+/// The numbers in the words of `cuda.h` for a context that does no work any
+/// more, and all others.
+#[test]
+fn every_code_can_be_returned_and_has_the_name_that_cudarc_gives_it() {
+    let bench = bench();
+    let stream = bench.stream();
+    let named = [
+        (code::DEINITIALIZED, 4),
+        (code::ECC_UNCORRECTABLE, 214),
+        (code::NVLINK_UNCORRECTABLE, 220),
+        (code::CONTAINED, 226),
+        (code::ILLEGAL_ADDRESS, 700),
+        (code::LAUNCH_TIMEOUT, 702),
+        (code::CONTEXT_IS_DESTROYED, 709),
+        (code::ASSERT, 710),
+        (code::HARDWARE_STACK_ERROR, 714),
+        (code::ILLEGAL_INSTRUCTION, 715),
+        (code::MISALIGNED_ADDRESS, 716),
+        (code::INVALID_ADDRESS_SPACE, 717),
+        (code::INVALID_PC, 718),
+        (code::LAUNCH_FAILED, 719),
+        (code::TENSOR_MEMORY_LEAK, 721),
+        (code::MPS_CLIENT_TERMINATED, 810),
+        (code::EXTERNAL_DEVICE, 911),
+    ];
+    for (code, number) in named {
+        assert!(code == number && code::is_known(code), "{number}");
+    }
+    for code in (1..1000).filter(|code| code::is_known(*code)) {
+        bench.session.fail_nth("cuStreamSynchronize", 1, code);
+        // SAFETY: the simulated driver looks any handle up.
+        let returned = unsafe { sys::cuStreamSynchronize(stream.cu_stream()) };
+        let error = DriverError(returned);
+        let name = error.error_name().unwrap().to_str().unwrap();
+        assert_eq!((returned as i32, name), (code, &*format!("{returned:?}")));
+        assert!(!error.error_string().unwrap().is_empty());
+    }
 }
