@@ -86,6 +86,20 @@ unsafe impl<T: Send> Send for PinnedBuffer<T> {}
 // SAFETY: through a shared buffer the memory is only read.
 unsafe impl<T: Sync> Sync for PinnedBuffer<T> {}
 
+/// The most bytes that an allocation can have.
+pub(super) const LARGEST: usize = isize::MAX.unsigned_abs();
+
+/// How many bytes `len` elements have.
+pub(super) fn bytes_of<T>(len: usize) -> Result<usize, CudaError> {
+    let bytes = len.checked_mul(size_of::<T>());
+    bytes
+        .filter(|&bytes| bytes <= LARGEST)
+        .ok_or(CudaError::TooLarge {
+            elements: len,
+            element_bytes: size_of::<T>(),
+        })
+}
+
 impl<T: DeviceRepr + Copy> PinnedBuffer<T> {
     /// Allocates `len` elements of zeros.
     ///
@@ -128,14 +142,7 @@ impl<T: DeviceRepr + Copy> PinnedBuffer<T> {
         driver::require()?;
         // What graphs kept is freed first: the driver may need that memory.
         BUFFERS.free(AT_ONCE);
-        let too_large = CudaError::TooLarge {
-            elements: len,
-            element_bytes: size_of::<T>(),
-        };
-        let bytes = len.checked_mul(size_of::<T>());
-        let Some(bytes) = bytes.filter(|&bytes| isize::try_from(bytes).is_ok()) else {
-            return Err(too_large);
-        };
+        let bytes = bytes_of::<T>(len)?;
         let mut buffer = Self {
             memory: None,
             elements: NonNull::dangling(),
