@@ -322,9 +322,7 @@ fn lengths_that_cannot_be_are_an_error() {
 fn no_length_and_no_limit_is_too_much_for_the_arithmetic() {
     fn edges() -> Vec<usize> {
         let powers = [12, 14, 62, 63].map(|bit| 1_usize << bit);
-        let parts = powers
-            .into_iter()
-            .flat_map(|it| [it, it / 3, it / 5000]);
+        let parts = powers.into_iter().flat_map(|it| [it, it / 3, it / 5000]);
         let near = parts.flat_map(|it| [it.saturating_sub(1), it, it + 1]);
         let largest = [1, 2, 3, 8].map(|it| usize::MAX / it);
         near.chain(largest).collect()
