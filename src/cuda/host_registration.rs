@@ -10,6 +10,7 @@ use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use super::host_memory::HostMemory;
+use super::pinned_memory::is_end_of_driver;
 use super::registration_error::{
     RegisterError, RegisterFailure, UnregisterError, UnregisterFailure, is_not_registered,
     is_refusal,
@@ -311,6 +312,9 @@ impl<B: HostMemory> Parts<B> {
     }
 
     fn report_leak(&self, error: &UnregisterFailure) {
+        if matches!(error, UnregisterFailure::Driver(error) if is_end_of_driver(error)) {
+            return;
+        }
         log::emit(|| {
             tracing::error!(
                 %error,
