@@ -5,6 +5,7 @@
 mod common;
 
 use std::fs;
+use std::hint;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Weak, mpsc};
@@ -704,37 +705,53 @@ fn threads_that_capture_at_once_lose_no_buffer() {
 /// then be no part of any graph, and run at once.
 #[test]
 fn a_capture_that_another_thread_ends_meanwhile_leaves_no_dead_read() {
+    /// One round is enough, unless the threads share a processor.
+    const ROUNDS: usize = 10_000;
+    const ROUND: usize = 100;
     let rig = Untracked::new();
     let mut on_device = rig.0.zeros::<u8>(LEN);
-    let (mut captured, mut changed) = (0, 0);
-    let done = AtomicBool::new(false);
+    let before = rig.0.counters().h2d_transfers;
+    // The last call of the driver before the copy.
+    let released = || rig.0.sim.calls("cuUserObjectRelease");
+    let (mut changed, mut ran) = (0, 0);
+    let (capturing, is_capturing) = mpsc::channel::<u64>();
+    let (ended, has_ended) = mpsc::channel();
     thread::scope(|scope| {
         scope.spawn(|| {
-            // Relaxed: it carries nothing but itself.
-            while !done.load(Ordering::Relaxed) {
-                rig.begin();
-                thread::yield_now();
+            for so_far in is_capturing {
+                while released() == so_far {
+                    hint::spin_loop();
+                }
                 drop(rig.end());
+                ended.send(()).unwrap();
             }
         });
-        for _ in 0..3000 {
-            let buffer = rig.buffer();
-            match rig
-                .0
-                .copier
-                .capture_h2d_from(&buffer, 0..LEN, &mut on_device)
-            {
-                Ok(()) => captured += 1,
-                Err(CudaError::CaptureChanged) => changed += 1,
-                Err(_) => {}
+        for _ in 0..ROUNDS {
+            for _ in 0..ROUND {
+                let buffer = rig.buffer();
+                rig.begin();
+                capturing.send(released()).unwrap();
+                let copier = &rig.0.copier;
+                let captured = copier.capture_h2d_from(&buffer, 0..LEN, &mut on_device);
+                has_ended.recv().unwrap();
+                match captured {
+                    Ok(()) => {}
+                    Err(CudaError::CaptureChanged) => changed += 1,
+                    Err(other) => panic!("{other}"),
+                }
+            }
+            // No graph is launched, so these are copies that were not captured.
+            ran = rig.0.counters().h2d_transfers - before;
+            if ran > 0 {
+                break;
             }
         }
-        done.store(true, Ordering::Relaxed);
+        drop(capturing);
     });
     let _ = rig.0.context.check_err();
     rig.0.assert_sound();
     reclaim();
-    eprintln!("{captured} captured, {changed} changed meanwhile");
+    assert!(ran > 0 && changed >= ran, "{changed} changed, {ran} ran");
 }
 
 /// Copies the simulated driver to `folder`, without some of its functions.
