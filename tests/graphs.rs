@@ -5,17 +5,18 @@
 mod common;
 
 use std::fs;
+use std::hint;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak, mpsc};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier, Weak, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{Rig, in_child, is_child, waiting_copier};
+use common::{Rig, in_child, is_child, logged, waiting_copier};
 use cuda_sim::{Timing, code};
 use cudarc::driver::sys::{self, CUstreamCaptureMode as Mode};
 use cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtrMut, DeviceSlice, SyncOnDrop};
-use pinned_hosts::cuda::{CudaError, DeviceDestination, PinnedBuffer, reclaim_captured};
+use pinned_hosts::cuda::{Copier, CudaError, DeviceDestination, PinnedBuffer, PinnedPool, reclaim};
 use pinned_hosts::live_count;
 
 const LEN: usize = 4096;
@@ -32,7 +33,7 @@ impl Untracked {
         unsafe { rig.context.disable_event_tracking() };
         // What the graphs of the test before have let go of, so that no count
         // taken here includes it. The end of its session was the last chance.
-        reclaim_captured();
+        reclaim();
         Self(rig)
     }
 
@@ -70,7 +71,7 @@ impl Drop for Untracked {
 fn is_freed(buffer: &Weak<PinnedBuffer<u8>>) -> bool {
     let deadline = Instant::now() + Duration::from_secs(20);
     while Instant::now() < deadline {
-        reclaim_captured();
+        reclaim();
         if buffer.strong_count() == 0 {
             return true;
         }
@@ -89,7 +90,7 @@ fn a_graph_keeps_the_buffer_that_its_launches_read() {
     drop(buffer);
     // Had the graph let go of it, the drain would have seen to that.
     rig.0.sim.drain();
-    reclaim_captured();
+    reclaim();
     assert_eq!(kept.strong_count(), 1);
     assert!(live_count() > 0);
     for _ in 0..3 {
@@ -134,7 +135,7 @@ fn a_buffer_that_a_graph_has_cannot_be_written() {
     rig.0.sim.drain();
     let deadline = Instant::now() + Duration::from_secs(20);
     while Arc::get_mut(&mut buffer).is_none() && Instant::now() < deadline {
-        reclaim_captured();
+        reclaim();
         thread::yield_now();
     }
     let buffer = Arc::get_mut(&mut buffer).expect("the graph is gone");
@@ -231,7 +232,7 @@ fn whichever_call_fails_nothing_is_read_late_and_nothing_is_lost() {
                 let graph = rig.end();
                 let kept = Arc::downgrade(&buffer);
                 drop(buffer);
-                reclaim_captured();
+                reclaim();
                 let copies = captured.is_ok();
                 if let Some(graph) = &graph {
                     let _ = graph.launch();
@@ -239,7 +240,7 @@ fn whichever_call_fails_nothing_is_read_late_and_nothing_is_lost() {
                 rig.0.assert_sound();
                 drop(graph);
                 rig.0.sim.drain();
-                reclaim_captured();
+                reclaim();
                 // The object was not released, or the copy may not be in the
                 // graph: then the buffer is kept for good.
                 let last = match call {
@@ -309,12 +310,12 @@ fn a_launch_under_way_keeps_the_buffer_when_its_graph_is_gone() {
     let transfers = rig.0.sim.counters().h2d_transfers;
     graph.launch().unwrap();
     drop(graph);
-    reclaim_captured();
+    reclaim();
     assert_eq!(rig.0.sim.counters().h2d_transfers, transfers);
     assert_eq!(kept.strong_count(), 1);
     assert_eq!(rig.0.read_back(&on_device), [7; LEN]);
     rig.0.assert_sound();
-    assert_eq!(reclaim_captured(), 1);
+    assert_eq!(reclaim(), 1);
     assert_eq!(kept.strong_count(), 0);
 }
 
@@ -349,7 +350,7 @@ fn a_graph_launched_into_a_capture_brings_its_buffers() {
     let outer = rig.end().unwrap();
     drop(inner);
     rig.0.sim.drain();
-    reclaim_captured();
+    reclaim();
     for _ in 0..2 {
         rig.0.stream.memset_zeros(&mut on_device).unwrap();
         outer.launch().unwrap();
@@ -408,8 +409,8 @@ fn one_graph_keeps_many_buffers_and_they_are_reclaimed_together() {
     drop(buffers);
     drop(graph);
     rig.0.sim.drain();
-    assert_eq!(reclaim_captured(), 3);
-    assert_eq!(reclaim_captured(), 0);
+    assert_eq!(reclaim(), 2);
+    assert_eq!(reclaim(), 0);
     assert_eq!(live_count(), before - 2);
 }
 
@@ -458,7 +459,7 @@ fn of_the_default_streams_a_threads_own_can_capture() {
     let graph = stream.end_capture(FLAGS).unwrap().unwrap();
     let kept = Arc::downgrade(&buffer);
     drop(buffer);
-    reclaim_captured();
+    reclaim();
     graph.launch().unwrap();
     stream.synchronize().unwrap();
     assert_eq!(rig.0.read_back(&on_device), [7; LEN]);
@@ -467,23 +468,170 @@ fn of_the_default_streams_a_threads_own_can_capture() {
     assert!(is_freed(&kept), "the buffer leaks");
 }
 
-/// The last `Arc` may be the graph's while a plain copy of the same buffer is
-/// still under way.
+/// A buffer that a dead graph has let go of, while a plain copy of it is still
+/// under way. No handle is left of it.
+fn released_and_in_use(rig: &Untracked, copier: &Copier, on_device: &mut CudaSlice<u8>) {
+    let buffer = rig.buffer();
+    drop(rig.capture(&buffer, on_device));
+    rig.0.sim.drain();
+    copier.copy_h2d_from(&buffer, 0..LEN, on_device).unwrap();
+}
+
+/// How often the driver was told to wait for anything.
+fn waits(rig: &Untracked) -> u64 {
+    let calls = [
+        "cuEventSynchronize",
+        "cuStreamSynchronize",
+        "cuCtxSynchronize",
+    ];
+    calls.iter().map(|call| rig.0.sim.calls(call)).sum()
+}
+
+/// The last handle may be the graph's while a plain copy of the same buffer is
+/// still under way, on a stream that has nothing to do with the call.
 #[test]
-fn reclaiming_waits_for_other_copies_of_the_buffer() {
+fn what_frees_released_buffers_passes_by_those_in_use() {
+    let take = |rig: &Untracked| drop(PinnedPool::<u8>::new(&rig.0.context, LEN).take(LEN));
+    let make = |rig: &Untracked| drop(rig.buffer());
+    let capture = |rig: &Untracked| {
+        let empty = Arc::new(PinnedBuffer::<u8>::from_slice(&rig.0.context, &[]).unwrap());
+        let mut nothing = rig.0.stream.null::<u8>().unwrap();
+        let copier = &rig.0.copier;
+        copier.capture_h2d_from(&empty, 0..0, &mut nothing).unwrap();
+    };
+    let ask = |_: &Untracked| assert!(reclaim() <= 1);
+    let calls: [(&str, fn(&Untracked)); 4] = [
+        ("take", take),
+        ("make", make),
+        ("capture", capture),
+        ("reclaim", ask),
+    ];
+    for (name, call) in calls {
+        let rig = Untracked::new();
+        let mut on_device = rig.0.zeros::<u8>(LEN);
+        let slow = waiting_copier(&rig.0.context.new_stream().unwrap());
+        let before = (live_count(), rig.0.counters().live_host_allocations);
+        // Nothing runs before it was waited for, or asked for twice.
+        released_and_in_use(&rig, &slow, &mut on_device);
+        let so_far = waits(&rig);
+        call(&rig);
+        assert_eq!(waits(&rig), so_far, "{name} waited");
+        assert_eq!(live_count(), before.0 + 1, "{name} freed what is in use");
+        rig.0.sim.drain();
+        call(&rig);
+        let after = (live_count(), rig.0.counters().live_host_allocations);
+        assert_eq!(after, before, "{name} does not free what is idle");
+        assert_eq!(rig.0.read_back(&on_device), [7; LEN]);
+        rig.0.assert_sound();
+    }
+}
+
+#[test]
+fn threads_that_reclaim_at_once_free_each_buffer_once() {
+    const THREADS: usize = 4;
+    const BUFFERS: usize = 100;
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    let before = (live_count(), rig.0.counters().live_host_allocations);
+    let buffers: Vec<_> = (0..BUFFERS).map(|_| rig.buffer()).collect();
+    let copier = &rig.0.copier;
+    rig.begin();
+    for buffer in &buffers {
+        copier
+            .capture_h2d_from(buffer, 0..LEN, &mut on_device)
+            .unwrap();
+    }
+    drop(rig.end().unwrap());
+    rig.0.sim.drain();
+    let hold = rig.0.sim.hold();
+    for buffer in &buffers {
+        copier
+            .copy_h2d_from(buffer, 0..LEN, &mut on_device)
+            .unwrap();
+    }
+    drop(buffers);
+    let all_tried = Barrier::new(THREADS + 1);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    // Relaxed: it carries nothing but itself.
+    let freed = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        for _ in 0..THREADS {
+            scope.spawn(|| {
+                let in_vain: usize = (0..20).map(|_| reclaim()).sum();
+                assert_eq!(in_vain, 0);
+                all_tried.wait();
+                while freed.load(Ordering::Relaxed) < BUFFERS && Instant::now() < deadline {
+                    freed.fetch_add(reclaim(), Ordering::Relaxed);
+                }
+            });
+        }
+        all_tried.wait();
+        drop(hold);
+    });
+    assert_eq!(freed.load(Ordering::Relaxed), BUFFERS);
+    let after = (live_count(), rig.0.counters().live_host_allocations);
+    assert_eq!(after, before);
+    rig.0.assert_sound();
+}
+
+/// It is leaked, as it is where its owner drops it.
+#[test]
+fn a_released_buffer_that_is_lost_is_not_asked_for_again() {
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    let before = live_count();
+    let buffer = rig.buffer();
+    drop(rig.capture(&buffer, &mut on_device));
+    rig.0.sim.drain();
+    let failing = ["cuEventRecord", "cuStreamSynchronize", "cuCtxSynchronize"];
+    for call in failing {
+        rig.0.sim.fail_always(call, code::UNKNOWN);
+    }
+    let copied = rig.0.copier.copy_h2d_from(&buffer, 0..LEN, &mut on_device);
+    copied.unwrap_err();
+    rig.0.sim.clear_faults();
+    drop(buffer);
+    let log = logged(|| assert_eq!(reclaim() + reclaim(), 0));
+    assert_eq!(log.matches("leaked").count(), 1, "{log}");
+    assert_eq!(live_count(), before + 1, "it stays registered");
+    rig.0.assert_sound();
+}
+
+#[test]
+fn a_forked_child_reclaims_nothing() {
+    let name = "a_forked_child_reclaims_nothing";
+    // In a process of its own, so that no other test runs while it forks.
+    if let Some(output) = in_child(name, |_| ()) {
+        assert!(output.status.success(), "{output:?}");
+        return;
+    }
     let rig = Untracked::new();
     let mut on_device = rig.0.zeros::<u8>(LEN);
     let buffer = rig.buffer();
     drop(rig.capture(&buffer, &mut on_device));
-    rig.0.sim.drain();
-    rig.0
-        .copier
-        .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
-        .unwrap();
     drop(buffer);
-    assert_eq!(reclaim_captured(), 1);
-    assert_eq!(rig.0.read_back(&on_device), [7; LEN]);
-    rig.0.assert_sound();
+    rig.0.sim.drain();
+    let calls = || {
+        let calls = ["cuMemFreeHost", "cuEventQuery", "cuEventDestroy_v2"];
+        calls.iter().map(|call| rig.0.sim.calls(call)).sum::<u64>()
+    };
+    let before = calls();
+    // SAFETY: the child only reclaims, twice, reads counters and leaves.
+    match unsafe { libc::fork() } {
+        0 => {
+            let nothing = reclaim() + reclaim() == 0 && calls() == before;
+            // SAFETY: ends the child, without running what the parent owns.
+            unsafe { libc::_exit(i32::from(!nothing)) }
+        }
+        child => {
+            assert!(child > 0, "fork");
+            let mut status = -1;
+            // SAFETY: `child` is ours, and `status` a place for its status.
+            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+            assert_eq!(status, 0, "the child freed memory of its parent's");
+        }
+    }
+    assert_eq!(reclaim(), 1);
 }
 
 /// In its default mode, a capture forbids every thread to free memory and to
@@ -548,7 +696,7 @@ fn threads_that_capture_at_once_lose_no_buffer() {
         }
     });
     rig.0.assert_sound();
-    reclaim_captured();
+    reclaim();
     let after = (live_count(), rig.0.counters().live_host_allocations);
     assert_eq!(after, before);
 }
@@ -557,37 +705,53 @@ fn threads_that_capture_at_once_lose_no_buffer() {
 /// then be no part of any graph, and run at once.
 #[test]
 fn a_capture_that_another_thread_ends_meanwhile_leaves_no_dead_read() {
+    /// One round is enough, unless the threads share a processor.
+    const ROUNDS: usize = 10_000;
+    const ROUND: usize = 100;
     let rig = Untracked::new();
     let mut on_device = rig.0.zeros::<u8>(LEN);
-    let (mut captured, mut changed) = (0, 0);
-    let done = AtomicBool::new(false);
+    let before = rig.0.counters().h2d_transfers;
+    // The last call of the driver before the copy.
+    let released = || rig.0.sim.calls("cuUserObjectRelease");
+    let (mut changed, mut ran) = (0, 0);
+    let (capturing, is_capturing) = mpsc::channel::<u64>();
+    let (ended, has_ended) = mpsc::channel();
     thread::scope(|scope| {
         scope.spawn(|| {
-            // Relaxed: it carries nothing but itself.
-            while !done.load(Ordering::Relaxed) {
-                rig.begin();
-                thread::yield_now();
+            for so_far in is_capturing {
+                while released() == so_far {
+                    hint::spin_loop();
+                }
                 drop(rig.end());
+                ended.send(()).unwrap();
             }
         });
-        for _ in 0..3000 {
-            let buffer = rig.buffer();
-            match rig
-                .0
-                .copier
-                .capture_h2d_from(&buffer, 0..LEN, &mut on_device)
-            {
-                Ok(()) => captured += 1,
-                Err(CudaError::CaptureChanged) => changed += 1,
-                Err(_) => {}
+        for _ in 0..ROUNDS {
+            for _ in 0..ROUND {
+                let buffer = rig.buffer();
+                rig.begin();
+                capturing.send(released()).unwrap();
+                let copier = &rig.0.copier;
+                let captured = copier.capture_h2d_from(&buffer, 0..LEN, &mut on_device);
+                has_ended.recv().unwrap();
+                match captured {
+                    Ok(()) => {}
+                    Err(CudaError::CaptureChanged) => changed += 1,
+                    Err(other) => panic!("{other}"),
+                }
+            }
+            // No graph is launched, so these are copies that were not captured.
+            ran = rig.0.counters().h2d_transfers - before;
+            if ran > 0 {
+                break;
             }
         }
-        done.store(true, Ordering::Relaxed);
+        drop(capturing);
     });
     let _ = rig.0.context.check_err();
     rig.0.assert_sound();
-    reclaim_captured();
-    eprintln!("{captured} captured, {changed} changed meanwhile");
+    reclaim();
+    assert!(ran > 0 && changed >= ran, "{changed} changed, {ran} ran");
 }
 
 /// Copies the simulated driver to `folder`, without some of its functions.
@@ -656,7 +820,7 @@ fn what_an_old_driver_lacks_is_an_error_of_captures_alone() {
         Ok(()) => {
             assert_eq!(missing, "");
             drop(buffer);
-            reclaim_captured();
+            reclaim();
             graph.launch().unwrap();
             assert_eq!(rig.0.read_back(&on_device), [7; LEN]);
             rig.0.assert_sound();
@@ -719,7 +883,7 @@ fn a_destination_that_changes_captures_is_noticed() {
             .capture_h2d_from(&buffer, 0..LEN, &mut on_device);
         let kept = Arc::downgrade(&buffer);
         drop(buffer);
-        reclaim_captured();
+        reclaim();
         if !begins_another {
             assert_eq!(captured, Err(CudaError::StreamIsNotCapturing));
             assert_eq!(kept.strong_count(), 0);

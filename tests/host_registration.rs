@@ -5,20 +5,21 @@
 
 mod common;
 
-use std::io::{self, Write};
+use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{Rig, in_child};
+use common::{Rig, in_child, logged};
 use cuda_sim::code;
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode as Mode};
 use memmap2::{Mmap, MmapMut};
 use pinned_hosts::cuda::{
     CudaError, HostMemory, HostRegistration, PinnedBuffer, Progress, RegisterError,
-    RegisterFailure, RegisterOptions, UnregisterFailure,
+    RegisterFailure, RegisterOptions, UnregisterFailure, reclaim,
 };
 use pinned_hosts::{GraceError, Region, RegionState, Residency, global, residency};
 
@@ -76,31 +77,6 @@ impl Tracked {
 /// How many registrations the driver has.
 fn live(rig: &Rig) -> u64 {
     rig.sim.counters().live_registrations
-}
-
-/// The lines that `run` logs.
-fn logged(run: impl FnOnce()) -> String {
-    #[derive(Clone, Default)]
-    struct Log(Arc<Mutex<Vec<u8>>>);
-
-    impl Write for Log {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().write(bytes)
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    let log = Log::default();
-    let writer = log.clone();
-    let subscriber = tracing_subscriber::fmt()
-        .with_ansi(false)
-        .with_writer(move || writer.clone())
-        .finish();
-    tracing::subscriber::with_default(subscriber, run);
-    String::from_utf8(log.0.lock().unwrap().clone()).unwrap()
 }
 
 // While it lives
@@ -618,11 +594,19 @@ fn the_limit_holds_for_dropping_too() {
     });
     wait.recv().unwrap();
     let log = logged(|| drop(registration));
-    assert!(log.contains("ERROR") && log.contains("leaked"), "{log}");
+    assert!(log.contains("WARN") && log.contains("later"), "{log}");
+    // Neither does a call that does not wait give it back, nor one whose own limit
+    // is too short.
+    assert_eq!(reclaim(), 0);
+    let options = RegisterOptions::default().grace_limit(Duration::from_millis(1));
+    drop(HostRegistration::with_options(&rig.context, vec![0u8; 0], options).unwrap());
     assert!(!freed.load(Ordering::Relaxed));
     assert_eq!(rig.sim.calls(UNREGISTER), 0);
     done.send(()).unwrap();
     in_section.join().unwrap();
+    HostRegistration::new(&rig.context, vec![0u8; 0]).unwrap();
+    assert!(freed.load(Ordering::Relaxed));
+    assert_eq!(rig.sim.calls(UNREGISTER), 1);
 }
 
 /// Of many chunks, all are waited for at once.
@@ -797,20 +781,145 @@ fn inside_a_section_nothing_is_pinned() {
     HostRegistration::new(&rig.context, memory).unwrap();
 }
 
-#[test]
-fn dropped_inside_a_section_it_is_leaked_and_reported() {
-    let rig = Rig::new();
+/// Drops a registration inside a section, and tells when the memory is freed.
+fn dropped_inside_a_section(rig: &Rig) -> (*const u8, Arc<AtomicBool>) {
     let (memory, freed) = Tracked::new();
     let registration = HostRegistration::new(&rig.context, memory).unwrap();
     let base = registration.as_bytes().as_ptr();
-    let section = global().enter();
-    let log = logged(|| drop(registration));
-    drop(section);
-    assert!(log.contains("ERROR") && log.contains("Section"), "{log}");
-    assert!(!freed.load(Ordering::Relaxed));
-    assert_eq!(rig.sim.calls(UNREGISTER), 0);
+    let _section = global().enter();
+    drop(registration);
+    (base, freed)
+}
+
+fn state_at(base: *const u8) -> Option<RegionState> {
     let entry = global().regions().find(|it| it.region().base() == base);
-    assert_eq!(entry.unwrap().state(), RegionState::Live);
+    entry.map(|entry| entry.state())
+}
+
+#[test]
+fn dropped_inside_a_section_it_is_given_back_later() {
+    let empty = |rig: &Rig| HostRegistration::new(&rig.context, vec![0u8; 0]).unwrap();
+    // One that exists already, since to make one is such a call itself.
+    type Later = fn(&Rig, HostRegistration<Vec<u8>>);
+    let calls: [(&str, Later); 4] = [
+        ("make", |rig, other| {
+            let new = HostRegistration::new(&rig.context, vec![0u8; 0]);
+            std::mem::forget((new.unwrap(), other));
+        }),
+        ("unregister", |_, other| drop(other.unregister().unwrap())),
+        ("drop", |_, other| drop(other)),
+        ("reclaim", |_, other| {
+            std::mem::forget(other);
+            // It waits for nobody, and other tests' threads may be in sections.
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while reclaim() == 0 && Instant::now() < deadline {
+                thread::yield_now();
+            }
+        }),
+    ];
+    for (name, later) in calls {
+        let rig = Rig::new();
+        let before = live(&rig);
+        let other = empty(&rig);
+        let mut seen = None;
+        let log = logged(|| seen = Some(dropped_inside_a_section(&rig)));
+        let (base, freed) = seen.unwrap();
+        assert!(log.contains("WARN") && log.contains("Section"), "{log}");
+        assert!(!log.contains("ERROR"), "{log}");
+        assert!(!freed.load(Ordering::Relaxed));
+        assert_eq!((live(&rig), rig.sim.calls(UNREGISTER)), (before + 1, 0));
+        assert_eq!(state_at(base), Some(RegionState::Live));
+        // To make a buffer leaves it alone: to unpin it may take long.
+        drop(PinnedBuffer::<u8>::zeroed(&rig.context, PAGE).unwrap());
+        assert!(!freed.load(Ordering::Relaxed));
+        {
+            let _section = global().enter();
+            assert_eq!(reclaim(), 0, "this thread is inside a section");
+        }
+        later(&rig, other);
+        assert!(freed.load(Ordering::Relaxed), "{name}");
+        assert_eq!(
+            (live(&rig), rig.sim.calls(UNREGISTER)),
+            (before, 1),
+            "{name}"
+        );
+        assert_eq!(state_at(base), None, "{name}");
+    }
+}
+
+#[test]
+fn dropped_inside_a_scope_it_is_given_back_later_and_copies_are_sound() {
+    let rig = Rig::new();
+    let before = live(&rig);
+    let memory: Arc<[u8]> = vec![7; PAGE].into();
+    let registration = HostRegistration::new(&rig.context, Arc::clone(&memory)).unwrap();
+    let mut on_device = rig.zeros::<u8>(PAGE);
+    rig.copier
+        .scope(|scope| {
+            scope.copy_h2d(&memory, &mut on_device)?;
+            drop(registration);
+            scope.copy_h2d(&memory, &mut on_device)
+        })
+        .unwrap();
+    assert_eq!(residency(&memory), Residency::Pinned);
+    // The same memory, so the registry has to be rid of it first.
+    let again = HostRegistration::new(&rig.context, Arc::clone(&memory)).unwrap();
+    assert_eq!(again.chunks().len(), 1);
+    drop(again);
+    assert_eq!(
+        (live(&rig), residency(&memory)),
+        (before, Residency::Pageable)
+    );
+    assert_eq!(Arc::strong_count(&memory), 1);
+    rig.assert_sound();
+}
+
+/// The twin: what the driver does not unpin is leaked for good.
+#[test]
+fn what_the_driver_does_not_unpin_later_either_is_leaked_and_reported() {
+    let rig = Rig::new();
+    let (base, freed) = dropped_inside_a_section(&rig);
+    rig.sim.fail_nth(UNREGISTER, 1, code::UNKNOWN);
+    let make = || drop(HostRegistration::new(&rig.context, vec![0u8; 0]).unwrap());
+    let log = logged(make);
+    assert!(log.contains("ERROR") && log.contains("leaked"), "{log}");
+    make();
+    assert_eq!(rig.sim.calls(UNREGISTER), 1);
+    assert!(!freed.load(Ordering::Relaxed));
+    assert_eq!(state_at(base), Some(RegionState::Live));
+}
+
+/// To free memory runs code of the program's.
+#[test]
+fn memory_whose_drop_panics_is_the_only_one_that_is_lost() {
+    struct Panics(Box<[u8]>);
+    // SAFETY: as for `Tracked`.
+    unsafe impl HostMemory for Panics {
+        fn as_bytes(&self) -> &[u8] {
+            &self.0
+        }
+    }
+    impl Drop for Panics {
+        fn drop(&mut self) {
+            panic!("as ordered");
+        }
+    }
+
+    let rig = Rig::new();
+    let before = live(&rig);
+    let (first, first_freed) = Tracked::new();
+    let (last, last_freed) = Tracked::new();
+    let first = HostRegistration::new(&rig.context, first).unwrap();
+    let panics = HostRegistration::new(&rig.context, Panics(vec![7; PAGE].into())).unwrap();
+    let last = HostRegistration::new(&rig.context, last).unwrap();
+    let section = global().enter();
+    drop((first, panics, last));
+    drop(section);
+    let make = || drop(HostRegistration::new(&rig.context, vec![0u8; 0]).unwrap());
+    catch_unwind(AssertUnwindSafe(make)).unwrap_err();
+    make();
+    assert!(first_freed.load(Ordering::Relaxed) && last_freed.load(Ordering::Relaxed));
+    assert_eq!(live(&rig), before);
 }
 
 #[test]
@@ -878,6 +987,7 @@ fn a_forked_child_unpins_and_frees_nothing() {
     let (memory, freed) = Tracked::new();
     let dropped = HostRegistration::new(&rig.context, memory).unwrap();
     let asked = HostRegistration::new(&rig.context, vec![7u8; 100]).unwrap();
+    let (_, late) = dropped_inside_a_section(&rig);
     // SAFETY: the child only tries to unpin, and leaves.
     match unsafe { libc::fork() } {
         0 => {
@@ -885,7 +995,8 @@ fn a_forked_child_unpins_and_frees_nothing() {
             let refused = asked.unregister().err();
             let refused = refused.is_some_and(|it| it.reason == UnregisterFailure::ForkedChild);
             let calls = rig.sim.calls(UNREGISTER);
-            let right = refused && calls == 0 && !freed.load(Ordering::Relaxed);
+            let nothing = reclaim() == 0 && !late.load(Ordering::Relaxed);
+            let right = refused && nothing && calls == 0 && !freed.load(Ordering::Relaxed);
             // SAFETY: ends the child, without running what the parent owns.
             unsafe { libc::_exit(i32::from(!right)) }
         }
@@ -899,8 +1010,8 @@ fn a_forked_child_unpins_and_frees_nothing() {
     }
     drop(dropped);
     asked.unregister().unwrap();
-    assert_eq!(rig.sim.calls(UNREGISTER), 2);
-    assert!(freed.load(Ordering::Relaxed));
+    assert_eq!(rig.sim.calls(UNREGISTER), 3);
+    assert!(freed.load(Ordering::Relaxed) && late.load(Ordering::Relaxed));
 }
 
 // Types

@@ -6,7 +6,6 @@
 mod common;
 
 use std::ffi::c_void;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
 use std::thread;
@@ -317,6 +316,75 @@ fn lengths_that_cannot_be_are_an_error() {
     assert_eq!(boundless.stats().bytes, 0);
 }
 
+/// Every length and limit at an edge, beside buffers that are out and beside
+/// idle ones: a buffer, or an error of the right kind.
+#[test]
+fn no_length_and_no_limit_is_too_much_for_the_arithmetic() {
+    fn edges() -> Vec<usize> {
+        let powers = [12, 14, 62, 63].map(|bit| 1_usize << bit);
+        let parts = powers.into_iter().flat_map(|it| [it, it / 3, it / 5000]);
+        let near = parts.flat_map(|it| [it.saturating_sub(1), it, it + 1]);
+        let largest = [1, 2, 3, 8].map(|it| usize::MAX / it);
+        near.chain(largest).collect()
+    }
+
+    fn take<T: DeviceRepr + ValidAsZeroBits + Copy>(pool: &PinnedPool<T>, len: usize) {
+        let (size, limit) = (size_of::<T>(), pool.limit());
+        let case = format!("{len} of {size} bytes, limit {limit}");
+        let before = pool.stats();
+        let taken = pool.take(len);
+        let bytes = len.checked_mul(size);
+        let bytes = bytes.filter(|&bytes| isize::try_from(bytes).is_ok());
+        let right = match (bytes, &taken) {
+            (None, Err(error)) => {
+                let (elements, element_bytes) = (len, size);
+                *error
+                    == CudaError::TooLarge {
+                        elements,
+                        element_bytes,
+                    }
+            }
+            (Some(bytes), Ok(buffer)) => buffer.len() == len && bytes <= limit,
+            (Some(bytes), Err(CudaError::PoolExhausted { in_use, .. })) => {
+                bytes > limit || *in_use > 0
+            }
+            // More than the driver pins.
+            (Some(bytes), Err(CudaError::Driver { .. })) => (1 << 30..=limit).contains(&bytes),
+            _ => false,
+        };
+        assert!(right, "{case}: {taken:?}");
+        let after = pool.stats();
+        assert!(after.bytes <= limit, "{case}: {after:?}");
+        assert!(
+            taken.is_ok() || after.bytes <= before.bytes,
+            "{case}: {after:?}"
+        );
+    }
+
+    fn try_all<T: DeviceRepr + ValidAsZeroBits + Copy>(rig: &Rig) {
+        let size = size_of::<T>();
+        // The simulated driver does pin what is between.
+        let small_or_huge = |&len: &usize| len <= (1 << 15) / size || len > (1 << 35) / size;
+        for limit in edges() {
+            let pool = PinnedPool::<T>::new(&rig.context, limit);
+            for len in edges().into_iter().filter(small_or_huge) {
+                let out = (pool.take(1), pool.take(PAGE / size + 1));
+                take(&pool, len);
+                drop(out);
+                take(&pool, len);
+                let stats = pool.stats();
+                assert_eq!(pool.free_idle(), stats.bytes, "{len}, {limit}: {stats:?}");
+            }
+        }
+    }
+
+    let rig = Rig::new();
+    try_all::<u8>(&rig);
+    try_all::<u64>(&rig);
+    try_all::<[u8; 3]>(&rig);
+    try_all::<Large>(&rig);
+}
+
 #[test]
 fn buffers_without_bytes_cost_nothing() {
     let rig = Rig::new();
@@ -568,30 +636,24 @@ fn the_programs_own_code_may_use_the_pool_while_a_lost_buffer_comes_back() {
 }
 
 #[test]
-fn a_panic_while_room_is_made_leaves_the_counts_right() {
+fn a_panic_of_a_subscriber_while_room_is_made_is_nothing_to_the_pool() {
     let rig = Rig::new();
     let pool = pool(&rig, 2 * PAGE);
     drop(pool.take(PAGE).unwrap());
     rig.sim.fail_nth("cuMemFreeHost", 1, code::UNKNOWN);
-    let unwound = catch_unwind(AssertUnwindSafe(|| {
-        when_logging(|| panic!("on purpose"), || pool.take(2 * PAGE).map(drop))
-    }));
-    unwound.unwrap_err();
-    assert_eq!(pool.stats().bytes, 0);
+    let whole = when_logging(|| panic!("on purpose"), || pool.take(2 * PAGE));
+    drop(whole.unwrap());
     let whole = pool.take(2 * PAGE).unwrap();
     assert_eq!(pool.stats().bytes, 2 * PAGE);
     drop(whole);
 }
 
 #[test]
-fn a_panic_while_a_lost_buffer_comes_back_leaves_the_pool_usable() {
+fn a_panic_of_a_subscriber_while_a_lost_buffer_comes_back_is_nothing_to_the_pool() {
     let rig = Rig::new();
     let pool = pool(&rig, 2 * PAGE);
     let buffer = lost_buffer(&rig, &pool);
-    let unwound = catch_unwind(AssertUnwindSafe(|| {
-        when_logging(|| panic!("on purpose"), || drop(buffer))
-    }));
-    unwound.unwrap_err();
+    when_logging(|| panic!("on purpose"), || drop(buffer));
     assert_eq!(pool.stats().lost_bytes, PAGE);
     pool.take(PAGE).unwrap();
 }

@@ -12,7 +12,7 @@ use common::{Registered, Rig};
 use cuda_sim::{DeviceKind, Pageable, code};
 use cudarc::driver::sys::{self, CUstreamCaptureMode as Mode};
 use pinned_hosts::cuda::{Copier, CudaError, HostRegistration, PinnedBuffer, RegisterOptions};
-use pinned_hosts::{GraceError, PinError, Region, global};
+use pinned_hosts::{GraceError, PinError, Region, Registration, global};
 
 const LEN: usize = 4096;
 
@@ -302,21 +302,58 @@ fn twin_a_plain_copy_to_page_locked_memory_arrives_late() {
     assert_eq!((at_return, pinned.memory[0]), (0, 7));
 }
 
+/// Memory that the driver has page-locked, and that is going to be unpinned.
+fn pinned(memory: &[u8]) -> Registration<'static> {
+    let base = memory.as_ptr().cast_mut().cast();
+    // SAFETY: the memory outlives the registration: `unpinned_after` ends it.
+    let pin = || unsafe { sys::cuMemHostRegister_v2(base, memory.len(), 1) }.result();
+    global().pin_with(Region::of(memory).unwrap(), pin).unwrap()
+}
+
+/// Makes `copy` while the memory is about to be unpinned, and then unpins it.
+fn unpinned_after(pinned: Registration<'_>, copy: impl FnOnce() -> Result<(), CudaError>) {
+    let base = pinned.region().base().cast_mut().cast();
+    let copy_and_unpin = || {
+        copy().unwrap();
+        // SAFETY: registered by `pinned`, and nothing is in flight.
+        unsafe { sys::cuMemHostUnregister(base) }.result()
+    };
+    pinned.unpin_with(copy_and_unpin).unwrap();
+}
+
+/// How often the device itself has read or written host memory late, which it
+/// does with page-locked memory alone.
+fn late_accesses(rig: &Rig) -> u64 {
+    let counters = rig.counters();
+    counters.late_reads + counters.late_writes
+}
+
 #[test]
 fn a_destination_that_is_about_to_be_unpinned_is_written_through_the_heap() {
     let rig = Rig::new();
     let on_device = rig.stream.clone_htod(&[7u8; LEN]).unwrap();
     let mut memory = vec![0u8; LEN];
-    let region = Region::of(&memory).unwrap();
-    let pinned = global()
-        .pin_with(region, || Ok::<(), CudaError>(()))
-        .unwrap();
-    let base = memory.as_ptr();
-    pinned
-        .unpin_with(|| rig.copier.copy_d2h_async(&on_device, &mut memory))
-        .unwrap();
+    let pinned = pinned(&memory);
+    let before = late_accesses(&rig);
+    unpinned_after(pinned, || {
+        rig.copier.copy_d2h_async(&on_device, &mut memory)
+    });
     assert_eq!(memory, [7; LEN]);
-    assert_eq!(memory.as_ptr(), base);
+    assert_eq!(late_accesses(&rig), before, "the device wrote it itself");
+    rig.assert_sound();
+}
+
+/// The twin: memory that stays pinned is written by the device.
+#[test]
+fn twin_a_destination_that_stays_pinned_is_written_by_the_device() {
+    let rig = Rig::new();
+    let on_device = rig.stream.clone_htod(&[7u8; LEN]).unwrap();
+    let mut pinned = Registered::new(vec![0; LEN]);
+    let before = late_accesses(&rig);
+    rig.copier
+        .copy_d2h_async(&on_device, &mut pinned.memory)
+        .unwrap();
+    assert_eq!(late_accesses(&rig), before + 1);
 }
 
 #[test]
@@ -371,21 +408,19 @@ fn large_memory_that_is_about_to_be_unpinned_goes_through_the_heap_in_pieces() {
     let mut memory: Vec<u8> = (0..=250).cycle().take(len).collect();
     let expected = memory.clone();
     let mut on_device = rig.zeros::<u8>(len);
-    let retiring = |memory: &[u8]| {
-        let region = Region::of(memory).unwrap();
-        global()
-            .pin_with(region, || Ok::<(), CudaError>(()))
-            .unwrap()
-    };
-    retiring(&memory)
-        .unpin_with(|| rig.copier.copy_h2d_async(&memory, &mut on_device))
-        .unwrap();
+    let before = late_accesses(&rig);
+    let registration = pinned(&memory);
+    unpinned_after(registration, || {
+        rig.copier.copy_h2d_async(&memory, &mut on_device)
+    });
     assert_eq!(rig.copier.stats().bounced, 1);
     assert!(rig.read_back(&on_device) == expected);
     memory.fill(255);
-    retiring(&memory)
-        .unpin_with(|| rig.copier.copy_d2h_async(&on_device, &mut memory))
-        .unwrap();
+    let registration = pinned(&memory);
+    unpinned_after(registration, || {
+        rig.copier.copy_d2h_async(&on_device, &mut memory)
+    });
     assert!(memory == expected);
+    assert_eq!(late_accesses(&rig), before, "the device used it itself");
     rig.assert_sound();
 }

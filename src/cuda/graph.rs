@@ -32,20 +32,21 @@
 //! The destructor runs on a thread of the driver's that all graphs share, must
 //! not call the driver, and "should avoid blocking behavior"
 //! (`cuUserObjectCreate`). Dropping a buffer does both. So the destructor only
-//! puts the clone on a list, without a lock and without allocating, and
-//! ordinary calls of this crate drop what they find there:
-//! [`reclaim_captured`], the next capture, and the next buffer that is made.
+//! puts the clone on a list, without a lock and without allocating; `released.rs`
+//! says who frees it. Other copies may still use the buffer then, on a stream that
+//! is stuck: it is freed once none does.
 
 use std::ffi::c_void;
 use std::mem;
 use std::ops::Range;
-use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use cudarc::driver::DeviceRepr;
 
 use super::device_end::has_room;
+use super::released::{AT_ONCE, BUFFERS, Entry, Freed, Released};
 use super::{Copier, CudaError, DeviceDestination, PinnedBuffer, driver};
 
 impl Copier {
@@ -57,7 +58,7 @@ impl Copier {
     /// from it, and every launch of those is over, one `Arc` of it is the
     /// graph's. So it cannot be written meanwhile
     /// ([`Arc::get_mut`] gives `None`). It is freed some time after the graph
-    /// was: see [`reclaim_captured`].
+    /// was: see [`reclaim`](super::reclaim).
     ///
     /// `dst` is not kept, just as `cudarc` keeps no device memory that a
     /// captured call uses: it has to live for as long as the graph is launched.
@@ -112,7 +113,7 @@ impl Copier {
     /// }
     /// stream.synchronize()?;
     /// // The graph is gone, and the table soon.
-    /// cuda::reclaim_captured();
+    /// cuda::reclaim();
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn capture_h2d_from<T, D>(
@@ -125,7 +126,7 @@ impl Copier {
         T: DeviceRepr + Send + Sync + 'static,
         D: DeviceDestination<T>,
     {
-        reclaim_captured();
+        BUFFERS.free(AT_ONCE);
         let part = src
             .get(elements.clone())
             .ok_or(CudaError::RangeOutOfBounds {
@@ -139,7 +140,7 @@ impl Copier {
         self.be_capturing()?;
         self.be_in_context_of(dst.stream())?;
         let (dst_address, _written) = dst.device_ptr_mut(self.stream());
-        let kept = Kept::new(src);
+        let kept = Entry::new(Box::new(Arc::clone(src)));
         // Until the end, for those other threads that come this way too.
         static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
         let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
@@ -148,7 +149,7 @@ impl Copier {
         // so on any thread; it does not call the driver. The capture was under
         // way just now, and it is the caller's to see that no other thread
         // ends it or uses its graph.
-        unsafe { driver::keep_for_graph(capture, Kept::into_raw(kept), let_go) }?;
+        unsafe { driver::keep_for_graph(capture, Entry::into_raw(kept).cast(), let_go) }?;
         // SAFETY: the graph keeps the buffer, and so keeps it from being
         // written, for as long as this copy can run; `has_room` saw that the
         // destination is long enough.
@@ -185,80 +186,40 @@ impl Copier {
     }
 }
 
-/// Drops the buffers that graphs have kept and need no more, and returns how
-/// many times one was kept.
-///
-/// A graph that is gone does not free the buffers that it kept
-/// ([`Copier::capture_h2d_from`]): the driver says so on a thread where they
-/// cannot be freed, some time after the graph's last launch, and nothing can
-/// wait for it. The next capture of a copy and the next [`PinnedBuffer`] that
-/// is made free them; a program that does neither calls this.
-///
-/// Costs one load if there is nothing to do. Else it waits as the drop of a
-/// buffer does, for copies of other streams that read it.
-pub fn reclaim_captured() -> usize {
-    // Relaxed: a buffer that is missed now is found by a later call.
-    if RELEASED.load(Ordering::Relaxed).is_null() {
-        return 0;
-    }
-    // Acquire: pairs with each `let_go` (their exchanges continue one another's
-    // release), so that what they wrote, and all that was done with the buffers
-    // before, lies behind. Everything is taken at once, so an address that
-    // comes back cannot be mistaken for one that never left.
-    let mut next = RELEASED.swap(ptr::null_mut(), Ordering::Acquire);
-    let mut count = 0;
-    while !next.is_null() {
-        // SAFETY: on the list is only what `let_go` put there, which came from
-        // `Kept::into_raw`; it was taken off, so nobody else has it.
-        let kept = unsafe { Box::from_raw(next) };
-        next = kept.next;
-        count += 1;
-    }
-    count
-}
-
-/// A clone of a buffer's `Arc` that some graph has, or had.
-struct Kept {
-    /// The next one on the list, once it is there.
-    next: *mut Kept,
-    /// Only held.
-    _buffer: Arc<dyn Send + Sync>,
-}
-
-impl Kept {
-    fn new<T: Send + Sync + 'static>(buffer: &Arc<PinnedBuffer<T>>) -> Box<Self> {
-        Box::new(Self {
-            next: ptr::null_mut(),
-            _buffer: Arc::<PinnedBuffer<T>>::clone(buffer),
-        })
-    }
-
-    fn into_raw(kept: Box<Self>) -> NonNull<c_void> {
-        NonNull::from(Box::leak(kept)).cast()
+/// A graph's hold on a buffer.
+impl<T: Send + Sync + 'static> Released for Arc<PinnedBuffer<T>> {
+    fn free(self: Box<Self>, limit: Option<Duration>) -> Freed {
+        match Arc::into_inner(*self) {
+            Some(buffer) => Box::new(buffer).free(limit),
+            None => Freed::NotByUs,
+        }
     }
 }
 
-/// What graphs have let go of, last first.
-static RELEASED: AtomicPtr<Kept> = AtomicPtr::new(ptr::null_mut());
+/// A buffer that no handle is left of, but that transfers may still use.
+impl<T: Send + Sync + 'static> Released for PinnedBuffer<T> {
+    fn free(self: Box<Self>, _: Option<Duration>) -> Freed {
+        // In a forked child, neither the memory nor the events are ours.
+        if !self.is_of_this_process() {
+            return Freed::NotYet(self);
+        }
+        match self.is_idle() {
+            Ok(true) => Freed::Now,
+            // It leaks itself, and says so.
+            Err(_) if self.lost().is_some() => Freed::NotByUs,
+            Ok(false) | Err(_) => Freed::NotYet(self),
+        }
+    }
+}
 
 /// The destructor of the user objects.
 ///
 /// # Safety
 ///
-/// `kept` comes from [`Kept::into_raw`], and is not used by anybody else from
-/// now on.
+/// `kept` comes from [`Entry::into_raw`], and is not used by anybody else from now on.
 unsafe extern "C" fn let_go(kept: *mut c_void) {
-    let kept = kept.cast::<Kept>();
-    // Relaxed: what is there is not looked into, only linked to.
-    let mut first = RELEASED.load(Ordering::Relaxed);
-    loop {
+    if let Some(entry) = NonNull::new(kept.cast::<Entry>()) {
         // SAFETY: the caller's promise.
-        unsafe { (*kept).next = first };
-        // Release: for the swap in `reclaim_captured`. Relaxed on failure, as
-        // above.
-        match RELEASED.compare_exchange_weak(first, kept, Ordering::Release, Ordering::Relaxed) {
-            Ok(_) => return,
-            Err(now) => first = now,
-        }
+        unsafe { BUFFERS.put(entry) };
     }
 }

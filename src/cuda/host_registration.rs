@@ -10,14 +10,16 @@ use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use super::host_memory::HostMemory;
+use super::pinned_memory::is_end_of_driver;
 use super::registration_error::{
     RegisterError, RegisterFailure, UnregisterError, UnregisterFailure, is_not_registered,
     is_refusal,
 };
+use super::released::{Freed, REGISTRATIONS, Released};
 use super::{chunks, driver};
 use crate::process::Process;
 use crate::span::Span;
-use crate::{Region, RegionState, Registration, global, log, reader};
+use crate::{GraceError, Region, RegionState, Registration, global, log, reader};
 
 /// Memory that is page-locked where it is, in the process-wide registry while
 /// it is.
@@ -34,9 +36,19 @@ use crate::{Region, RegionState, Registration, global, log, reader};
 /// made in two parts; [`RegisterOptions`] says where boundaries fall.
 ///
 /// Dropping waits for copies, for at most
-/// [`grace_limit`](RegisterOptions::grace_limit), and unpins. If it cannot, the
-/// memory is leaked, not freed, and stays registered; an error is logged. To be told instead,
-/// and to have the memory back, call [`unregister`](Self::unregister).
+/// [`grace_limit`](RegisterOptions::grace_limit), and unpins.
+///
+/// - If it cannot wait, because it is dropped inside a section or a
+///   [`scope`](super::Copier::scope) or the limit was reached, the memory stays
+///   page-locked and registered for now, and a warning is logged. A later call
+///   gives it back: the next registration that is made, unregistered or dropped,
+///   which waits for it within its own limit, or [`reclaim`](super::reclaim),
+///   which does not wait.
+/// - If the driver fails, the memory is leaked, not freed, and stays registered;
+///   an error is logged.
+///
+/// To be told instead, and to have the memory back, call
+/// [`unregister`](Self::unregister).
 ///
 /// # Examples
 ///
@@ -113,6 +125,8 @@ impl<B: HostMemory> HostRegistration<B> {
         backing: B,
         mut options: RegisterOptions<'_>,
     ) -> Result<Self, RegisterError<B>> {
+        // The same memory may be among it.
+        REGISTRATIONS.free(options.grace_limit);
         let mut registration = Self {
             parts: ManuallyDrop::new(Parts {
                 chunks: Vec::new(),
@@ -161,9 +175,13 @@ impl<B: HostMemory> HostRegistration<B> {
         // Kept whatever happens on the way, so that nothing is freed while it
         // is page-locked.
         let mut parts = ManuallyDrop::new(self.into_parts());
-        match parts.unpin() {
-            // SAFETY: `parts` is not used again, nor dropped.
-            Ok(()) => Ok(unsafe { ManuallyDrop::take(&mut parts) }.backing),
+        let limit = parts.grace_limit;
+        match parts.unpin(limit) {
+            Ok(()) => {
+                let Parts { backing, .. } = ManuallyDrop::into_inner(parts);
+                REGISTRATIONS.free(limit);
+                Ok(backing)
+            }
             Err(reason) => Err(UnregisterError {
                 registration: Self { parts },
                 reason,
@@ -248,7 +266,7 @@ impl<B: HostMemory> Parts<B> {
 
     /// Unpins all chunks, or all that can be: the others stay, with the first
     /// error.
-    fn unpin(&mut self) -> Result<(), UnregisterFailure> {
+    fn unpin(&mut self, limit: Option<Duration>) -> Result<(), UnregisterFailure> {
         if self.chunks.is_empty() {
             return Ok(());
         }
@@ -277,11 +295,26 @@ impl<B: HostMemory> Parts<B> {
             Err((error, region))
         };
         global()
-            .unpin_all(chunks, self.grace_limit, unpin)
+            .unpin_all(chunks, limit, unpin)
             .map_err(UnregisterFailure::of_unpin)
     }
 
+    fn report_delay(&self, error: GraceError) {
+        log::emit(|| {
+            tracing::warn!(
+                %error,
+                chunks = self.chunks.len(),
+                bytes = self.backing.as_bytes().len(),
+                "page-locked memory cannot be unpinned yet; it stays registered until a later \
+                 call unpins it"
+            );
+        });
+    }
+
     fn report_leak(&self, error: &UnregisterFailure) {
+        if matches!(error, UnregisterFailure::Driver(error) if is_end_of_driver(error)) {
+            return;
+        }
         log::emit(|| {
             tracing::error!(
                 %error,
@@ -315,10 +348,38 @@ impl<B: HostMemory> Drop for HostRegistration<B> {
         if !self.parts.owner.is_current() {
             return;
         }
-        match self.parts.unpin() {
-            // SAFETY: dropped once, here, and not used afterwards.
-            Ok(()) => unsafe { ManuallyDrop::drop(&mut self.parts) },
-            Err(error) => self.parts.report_leak(&error),
+        // SAFETY: taken once, here, and not used afterwards.
+        let mut parts = ManuallyDrop::new(unsafe { ManuallyDrop::take(&mut self.parts) });
+        let limit = parts.grace_limit;
+        match parts.unpin(limit) {
+            Ok(()) => {
+                drop(ManuallyDrop::into_inner(parts));
+                REGISTRATIONS.free(limit);
+            }
+            Err(UnregisterFailure::Grace(error)) => {
+                parts.report_delay(error);
+                REGISTRATIONS.put_thing(Box::new(parts));
+            }
+            Err(error) => parts.report_leak(&error),
+        }
+    }
+}
+
+/// A registration that could not wait when it was dropped.
+impl<B: HostMemory> Released for ManuallyDrop<Parts<B>> {
+    fn free(mut self: Box<Self>, limit: Option<Duration>) -> Freed {
+        match self.unpin(limit) {
+            Ok(()) => {
+                drop(ManuallyDrop::into_inner(*self));
+                Freed::Now
+            }
+            Err(UnregisterFailure::Grace(_) | UnregisterFailure::ForkedChild) => {
+                Freed::NotYet(self)
+            }
+            Err(error) => {
+                self.report_leak(&error);
+                Freed::NotByUs
+            }
         }
     }
 }
@@ -392,7 +453,8 @@ impl<'a> RegisterOptions<'a> {
     /// How long to wait, at most, for the copies of other threads: before
     /// each chunk is page-locked, and before all are unpinned, by
     /// [`unregister`](HostRegistration::unregister), by dropping, or after an
-    /// error. As long as it takes, if not set.
+    /// error; and as long again for registrations that could not wait when they
+    /// were dropped. As long as it takes, if not set.
     pub fn grace_limit(mut self, limit: Duration) -> Self {
         self.grace_limit = Some(limit);
         self

@@ -12,8 +12,8 @@ use cudarc::driver::{CudaContext, CudaStream, DeviceRepr, ValidAsZeroBits};
 
 use super::CudaError;
 use super::driver::{self, Event, PER_THREAD_STREAM};
-use super::graph::reclaim_captured;
 use super::pinned_memory::{PinnedMemory, report_leak};
+use super::released::{AT_ONCE, BUFFERS};
 use super::wait::{Waited, wait_for_event, wait_for_stream};
 
 /// A buffer of page-locked host memory, allocated by the driver, in the
@@ -87,6 +87,20 @@ unsafe impl<T: Send> Send for PinnedBuffer<T> {}
 // SAFETY: through a shared buffer the memory is only read.
 unsafe impl<T: Sync> Sync for PinnedBuffer<T> {}
 
+/// The most bytes that an allocation can have.
+pub(super) const LARGEST: usize = isize::MAX.unsigned_abs();
+
+/// How many bytes `len` elements have.
+pub(super) fn bytes_of<T>(len: usize) -> Result<usize, CudaError> {
+    let bytes = len.checked_mul(size_of::<T>());
+    bytes
+        .filter(|&bytes| bytes <= LARGEST)
+        .ok_or(CudaError::TooLarge {
+            elements: len,
+            element_bytes: size_of::<T>(),
+        })
+}
+
 impl<T: DeviceRepr + Copy> PinnedBuffer<T> {
     /// Allocates `len` elements of zeros.
     ///
@@ -127,16 +141,9 @@ impl<T: DeviceRepr + Copy> PinnedBuffer<T> {
     /// The elements are not initialised yet.
     fn allocate(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
         driver::require()?;
-        // What graphs have let go of is freed first: it may be what is wanted.
-        reclaim_captured();
-        let too_large = CudaError::TooLarge {
-            elements: len,
-            element_bytes: size_of::<T>(),
-        };
-        let bytes = len.checked_mul(size_of::<T>());
-        let Some(bytes) = bytes.filter(|&bytes| isize::try_from(bytes).is_ok()) else {
-            return Err(too_large);
-        };
+        // What graphs kept is freed first: the driver may need that memory.
+        BUFFERS.free(AT_ONCE);
+        let bytes = bytes_of::<T>(len)?;
         let mut buffer = Self {
             memory: None,
             elements: NonNull::dangling(),
@@ -325,6 +332,10 @@ impl Uses {
     }
 
     fn settle(&mut self) -> Waited {
+        // However long the others took, the answer would stay the same.
+        if let Some(error) = &self.lost {
+            return Waited::Unknown(error.clone());
+        }
         let mut result = Ok(());
         while let Some(last) = self.streams.last() {
             let here = last.thread == thread_of(&last.stream);
@@ -336,10 +347,7 @@ impl Uses {
             }
             self.streams.pop();
         }
-        match &self.lost {
-            Some(error) => Waited::Unknown(error.clone()),
-            None => Waited::Done(result),
-        }
+        Waited::Done(result)
     }
 }
 

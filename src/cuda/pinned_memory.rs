@@ -3,9 +3,11 @@
 use std::mem;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cudarc::driver::CudaContext;
 
+use super::wait::driver_is_gone;
 use super::{CudaError, driver};
 use crate::entry::{Owner, RegionState};
 use crate::process::Process;
@@ -90,7 +92,11 @@ impl PinnedMemory {
     }
 }
 
+/// Reports that memory is leaked because of `error`.
 pub(super) fn report_leak(bytes: usize, error: &CudaError) {
+    if is_end_of_driver(error) {
+        return;
+    }
     log::emit(|| {
         tracing::error!(
             %error,
@@ -98,6 +104,26 @@ pub(super) fn report_leak(bytes: usize, error: &CudaError) {
             "page-locked memory could not be freed and is leaked; it stays registered"
         );
     });
+}
+
+/// Whether memory is leaked because the driver has shut down, as it does while
+/// the process exits. That is no fault, and there can be thousands of such
+/// objects: only the first is logged.
+pub(super) fn is_end_of_driver(error: &CudaError) -> bool {
+    static LOGGED: AtomicBool = AtomicBool::new(false);
+    if !driver_is_gone(error) {
+        return false;
+    }
+    // Relaxed: it carries nothing but itself.
+    if !LOGGED.swap(true, Ordering::Relaxed) {
+        log::emit(|| {
+            tracing::info!(
+                %error,
+                "the driver has shut down; page-locked memory that is left stays as it is"
+            );
+        });
+    }
+    true
 }
 
 impl Drop for PinnedMemory {

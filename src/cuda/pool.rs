@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaContext, DeviceRepr, ValidAsZeroBits};
 
+use super::pinned_buffer::{LARGEST, bytes_of};
 use super::{CudaError, PinnedBuffer};
 
 /// The least bytes that a buffer takes: less is not pinned by itself anyway.
@@ -161,12 +162,10 @@ impl<T: DeviceRepr + Copy + ValidAsZeroBits> PinnedPool<T> {
     /// is not waited for.
     pub fn wait_and_take(&self, len: usize, patience: Duration) -> Result<Pooled<T>, CudaError> {
         let context = &self.shared.context;
-        let element_bytes = size_of::<T>();
-        if len == 0 || element_bytes == 0 {
+        if len == 0 || size_of::<T>() == 0 {
             return Ok(self.out(PinnedBuffer::zeroed(context, len)?, len));
         }
-        let capacity = self.capacity_for(len)?;
-        let bytes = capacity * element_bytes;
+        let (capacity, bytes) = self.capacity_for(len)?;
         // One that cannot be told is never over.
         let deadline = Instant::now().checked_add(patience);
         let [mut pause, longest] = PAUSES;
@@ -206,27 +205,25 @@ impl<T: DeviceRepr + Copy + ValidAsZeroBits> PinnedPool<T> {
         }
     }
 
-    /// How many elements a buffer for `len` of them has. Neither is 0, nor the
-    /// size of one.
-    fn capacity_for(&self, len: usize) -> Result<usize, CudaError> {
+    /// How many elements a buffer for `len` of them has, and how many bytes.
+    /// Neither `len` nor the size of an element is 0.
+    fn capacity_for(&self, len: usize) -> Result<(usize, usize), CudaError> {
         let element_bytes = size_of::<T>();
         let limit = self.shared.limit;
-        let largest = limit / element_bytes;
-        if len > largest {
-            let too_large = CudaError::TooLarge {
-                elements: len,
-                element_bytes,
-            };
+        let wanted = bytes_of::<T>(len)?;
+        if wanted > limit {
             return Err(CudaError::PoolExhausted {
-                wanted: len.checked_mul(element_bytes).ok_or(too_large)?,
+                wanted,
                 in_use: self.shared.lock().bytes,
                 limit,
             });
         }
+        let largest = limit.min(LARGEST) / element_bytes;
         let rounded = len
             .max(SMALLEST / element_bytes)
             .checked_next_power_of_two();
-        Ok(rounded.map_or(largest, |rounded| rounded.min(largest)))
+        let capacity = rounded.map_or(largest, |rounded| rounded.min(largest));
+        Ok((capacity, capacity * element_bytes))
     }
 
     /// Frees `victims`, and makes a buffer in their room.
@@ -374,17 +371,19 @@ impl<T> State<T> {
     ) -> Result<(Vec<PinnedBuffer<T>>, usize), usize> {
         let mut victims = Vec::new();
         let mut victim_bytes = 0;
-        if self.bytes + bytes > limit {
+        // What is counted never exceeds the limit, and neither does a buffer.
+        let fits_beside = |in_use: usize| in_use <= limit - bytes;
+        if !fits_beside(self.bytes) {
             let mut idle = self.idle(|other| other != capacity);
             let mut enough = idle.len();
             for (index, &(capacity, _)) in idle.iter().enumerate() {
                 victim_bytes += capacity * size_of::<T>();
-                if self.bytes - victim_bytes + bytes <= limit {
+                if fits_beside(self.bytes - victim_bytes) {
                     enough = index + 1;
                     break;
                 }
             }
-            if self.bytes - victim_bytes + bytes > limit {
+            if !fits_beside(self.bytes - victim_bytes) {
                 return Err(self.bytes - victim_bytes);
             }
             idle.truncate(enough);

@@ -21,7 +21,6 @@
 use std::io::{self, Write};
 use std::process;
 
-use cudarc::driver::sys::CUresult;
 use cudarc::driver::{CudaContext, CudaStream};
 
 use super::CudaError;
@@ -98,30 +97,54 @@ fn abort(error: &CudaError) -> ! {
     process::abort();
 }
 
-/// Whether `error` says that the context does no work any more. The driver's
-/// reference says of these codes that the context is destroyed or the driver
-/// shut down, or that the process must be ended and started anew to use CUDA
-/// again. That nothing is transferred from then on is an inference: where
-/// memory can be kept instead of trusting it, it is kept.
+/// The codes with which the driver says that the context does no work any more,
+/// in the words of `cuda.h`. That nothing is transferred from then on is an
+/// inference: where memory can be kept instead of trusting it, it is kept.
+///
+/// They are numbers, since `cudarc` knows some only for some versions of CUDA.
+const DEAD: [u32; 17] = [
+    // "The CUDA driver is in the process of shutting down."
+    DEINITIALIZED,
+    // "The context … has been destroyed."
+    709, // CONTEXT_IS_DESTROYED
+    // "The context cannot be used anymore, and must be destroyed."
+    710, // ASSERT
+    // "The process must be terminated and relaunched."
+    226, // CONTAINED
+    700, // ILLEGAL_ADDRESS
+    702, // LAUNCH_TIMEOUT
+    714, // HARDWARE_STACK_ERROR
+    715, // ILLEGAL_INSTRUCTION
+    716, // MISALIGNED_ADDRESS
+    717, // INVALID_ADDRESS_SPACE
+    718, // INVALID_PC
+    719, // LAUNCH_FAILED
+    721, // TENSOR_MEMORY_LEAK
+    810, // MPS_CLIENT_TERMINATED
+    911, // EXTERNAL_DEVICE
+    // "An uncorrectable … error was detected"; no more is said.
+    214, // ECC_UNCORRECTABLE
+    220, // NVLINK_UNCORRECTABLE
+];
+
+/// What every call returns once the driver shuts down, as it does when the
+/// process exits.
+const DEINITIALIZED: u32 = 4;
+
 fn context_is_dead(error: &CudaError) -> bool {
-    use CUresult as Code;
-    let CudaError::Driver { source, .. } = error else {
-        return false;
-    };
-    matches!(
-        source.0,
-        Code::CUDA_ERROR_DEINITIALIZED
-            | Code::CUDA_ERROR_CONTEXT_IS_DESTROYED
-            | Code::CUDA_ERROR_ECC_UNCORRECTABLE
-            | Code::CUDA_ERROR_NVLINK_UNCORRECTABLE
-            | Code::CUDA_ERROR_ILLEGAL_ADDRESS
-            | Code::CUDA_ERROR_LAUNCH_TIMEOUT
-            | Code::CUDA_ERROR_ASSERT
-            | Code::CUDA_ERROR_HARDWARE_STACK_ERROR
-            | Code::CUDA_ERROR_ILLEGAL_INSTRUCTION
-            | Code::CUDA_ERROR_MISALIGNED_ADDRESS
-            | Code::CUDA_ERROR_INVALID_ADDRESS_SPACE
-            | Code::CUDA_ERROR_INVALID_PC
-            | Code::CUDA_ERROR_LAUNCH_FAILED
-    )
+    code(error).is_some_and(|code| DEAD.contains(&code))
+}
+
+/// Whether `error` says that the driver is shutting down. All its memory goes
+/// with it.
+pub(super) fn driver_is_gone(error: &CudaError) -> bool {
+    code(error) == Some(DEINITIALIZED)
+}
+
+/// What the driver returned.
+fn code(error: &CudaError) -> Option<u32> {
+    match error {
+        CudaError::Driver { source, .. } => Some(source.0 as u32),
+        _ => None,
+    }
 }

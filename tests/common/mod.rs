@@ -3,8 +3,9 @@
 
 pub(crate) mod example;
 
+use std::io::{self, Write};
 use std::process::{Command, Output};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use cuda_sim::{Counters, Session};
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, sys};
@@ -132,4 +133,30 @@ const IN_CHILD: &str = "PINNED_HOSTS_TEST_IN_CHILD";
 
 pub(crate) fn is_child() -> bool {
     std::env::var_os(IN_CHILD).is_some()
+}
+
+/// The lines that `run` logs.
+pub(crate) fn logged(run: impl FnOnce()) -> String {
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Log {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_max_level(tracing::Level::TRACE)
+        .with_writer(move || writer.clone())
+        .finish();
+    tracing::subscriber::with_default(subscriber, run);
+    String::from_utf8(log.0.lock().unwrap().clone()).unwrap()
 }

@@ -11,11 +11,11 @@ use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
 
-use common::{Rig, in_child};
+use common::{Rig, in_child, logged};
 use cuda_sim::code;
 use cudarc::driver::DriverError;
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode as Mode};
-use pinned_hosts::cuda::{self, CudaError, HostRegistration, PinnedBuffer};
+use pinned_hosts::cuda::{self, Copier, CudaError, HostRegistration, PinnedBuffer, PinnedPool};
 use pinned_hosts::live_count;
 
 const LEN: usize = 4096;
@@ -213,26 +213,132 @@ fn a_closed_stderr_does_not_keep_the_process_from_aborting() {
     copy_that_nobody_can_wait_for();
 }
 
+/// Makes objects of each kind that owns page-locked memory, some of it in use,
+/// drops them while every call of the driver fails with `code`, and returns the
+/// log's lines.
+fn log_of_drops(code: i32) -> Vec<String> {
+    const OBJECTS: usize = 50;
+    let rig = Rig::new();
+    let mut on_device = rig.zeros::<u8>(LEN);
+    let pool = PinnedPool::<u8>::new(&rig.context, 2 * OBJECTS * LEN);
+    let buffers = [(); OBJECTS].map(|()| PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]));
+    let pooled = [(); OBJECTS].map(|()| pool.take(LEN).unwrap());
+    let registrations =
+        [(); OBJECTS].map(|()| HostRegistration::new(&rig.context, vec![1u8; LEN]).unwrap());
+    let staging = Copier::new(&rig.stream).unwrap();
+    staging
+        .copy_h2d_async(&pooled[0][..], &mut on_device)
+        .unwrap();
+    for buffer in &buffers[..OBJECTS / 2] {
+        let buffer = buffer.as_ref().unwrap();
+        staging
+            .copy_h2d_from(buffer, 0..LEN, &mut on_device)
+            .unwrap();
+    }
+    let calls = [
+        "cuCtxGetCurrent",
+        "cuCtxSetCurrent",
+        "cuEventQuery",
+        "cuEventRecord",
+        "cuMemFreeHost",
+        "cuMemHostUnregister",
+        "cuThreadExchangeStreamCaptureMode",
+    ];
+    for call in calls.into_iter().chain(WAITS) {
+        rig.sim.fail_always(call, code);
+    }
+    let log = logged(|| {
+        drop((buffers, pooled, pool));
+        drop((registrations, staging));
+    });
+    rig.sim.clear_faults();
+    log.lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn drops_after_the_driver_has_shut_down_are_logged_once_and_as_no_error() {
+    let name = "drops_after_the_driver_has_shut_down_are_logged_once_and_as_no_error";
+    // In a process of its own, since it is once for a process.
+    if let Some(output) = in_child(name, |_| ()) {
+        assert!(output.status.success(), "{output:?}");
+        return;
+    }
+    let lines = log_of_drops(code::DEINITIALIZED);
+    assert_eq!(lines.len(), 1, "{lines:#?}");
+    assert!(lines[0].contains("INFO") && lines[0].contains("shut down"));
+    let again = log_of_drops(code::DEINITIALIZED);
+    assert_eq!(again, [""; 0]);
+    // The twin: with any other code, each is an error.
+    let lines = log_of_drops(code::UNKNOWN);
+    assert_eq!(lines.len(), 151, "{lines:#?}");
+    assert!(lines.iter().all(|line| line.contains("ERROR")));
+}
+
+/// The codes of which `cuda.h` says that the context does no work any more.
+const DEAD: [i32; 17] = [
+    code::DEINITIALIZED,
+    code::ECC_UNCORRECTABLE,
+    code::NVLINK_UNCORRECTABLE,
+    code::CONTAINED,
+    code::ILLEGAL_ADDRESS,
+    code::LAUNCH_TIMEOUT,
+    code::CONTEXT_IS_DESTROYED,
+    code::ASSERT,
+    code::HARDWARE_STACK_ERROR,
+    code::ILLEGAL_INSTRUCTION,
+    code::MISALIGNED_ADDRESS,
+    code::INVALID_ADDRESS_SPACE,
+    code::INVALID_PC,
+    code::LAUNCH_FAILED,
+    code::TENSOR_MEMORY_LEAK,
+    code::MPS_CLIENT_TERMINATED,
+    code::EXTERNAL_DEVICE,
+];
+
+/// A copy from page-locked memory, and every way to wait for it fails so.
+fn copy_with_failing_waits(code: i32) -> CudaError {
+    let rig = Rig::new();
+    let pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+    let mut on_device = rig.zeros::<u8>(LEN);
+    for call in WAITS {
+        rig.sim.fail_always(call, code);
+    }
+    let copied = rig.copier.copy_h2d_async(&pinned, &mut on_device);
+    rig.sim.clear_faults();
+    rig.sim.drain();
+    copied.unwrap_err()
+}
+
 #[test]
 fn a_copy_on_a_dead_context_returns_its_error() {
-    for code in [
-        code::ILLEGAL_ADDRESS,
-        code::CONTEXT_IS_DESTROYED,
-        code::LAUNCH_FAILED,
-    ] {
-        let rig = Rig::new();
-        let pinned = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
-        let mut on_device = rig.zeros::<u8>(LEN);
-        for call in WAITS {
-            rig.sim.fail_always(call, code);
-        }
-        let error = rig
-            .copier
-            .copy_h2d_async(&pinned, &mut on_device)
-            .unwrap_err();
+    let name = "a_copy_on_a_dead_context_returns_its_error";
+    // In a process of its own, since it aborts where a code is not known.
+    if let Some(output) = in_child(name, |_| ()) {
+        assert!(output.status.success(), "{output:?}");
+        return;
+    }
+    for code in DEAD {
+        eprintln!("code {code}");
+        let error = copy_with_failing_waits(code);
         assert!(error.to_string().contains(&format!("({code})")), "{error}");
-        rig.sim.clear_faults();
-        rig.sim.drain();
+    }
+}
+
+/// The twin: each other code that the simulated driver has.
+#[test]
+fn a_copy_on_a_context_that_is_not_dead_aborts_whatever_the_code() {
+    let name = "a_copy_on_a_context_that_is_not_dead_aborts_whatever_the_code";
+    let alive = |&code: &i32| code::is_known(code) && !DEAD.contains(&code);
+    for code in (code::SUCCESS + 1..1000).filter(alive) {
+        let Some(output) = in_child(name, |command| {
+            command.env("CODE", code.to_string());
+        }) else {
+            let code = std::env::var("CODE").unwrap().parse().unwrap();
+            copy_with_failing_waits(code);
+            return;
+        };
+        let aborted = output.status.signal() == Some(libc::SIGABRT);
+        assert!(aborted, "code {code}: {output:?}");
     }
 }
 
