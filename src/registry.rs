@@ -228,7 +228,8 @@ impl Registry {
     /// threads pin and unpin memory. See [`Section`].
     ///
     /// It costs some nanoseconds and takes no lock. (A thread's first section
-    /// in each registry allocates.)
+    /// in each registry allocates, and each that makes it more sections at once
+    /// than before.)
     pub fn enter(&self) -> Section<'_> {
         Section::new(self, &self.sections)
     }

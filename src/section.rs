@@ -28,10 +28,34 @@
 //!   From `Retiring` memory, though it still is pinned, the device is not let
 //!   read: the copy goes through other memory.
 //!
+//! # Epochs
+//!
 //! The epochs are `crossbeam-epoch`'s, in a collector of the registry's own:
-//! no other crate's pinned thread can hold up its grace periods. A function
-//! that is deferred while sections run is called once they have ended; here
-//! it raises a flag.
+//! no other crate's pinned thread can hold up its grace periods. Each section
+//! has a participant of its own, which is pinned in the epoch that the section
+//! reads when it is entered. So sections of one thread may overlap as well as
+//! nest: a thread that always enters the next one before it ends the last is
+//! pinned in ever newer epochs.
+//!
+//! The epoch takes a step when no participant is pinned in an older one. A wait
+//! defers a function that raises a flag. It is called two steps later:
+//!
+//! - The first step can be held up only by sections that were entered, or were
+//!   being entered, before the function was deferred.
+//! - The second step can be held up only by sections that were entered, or were
+//!   being entered, before the first step was taken.
+//!
+//! So a grace period waits for every section that began before it. It waits for a
+//! section that began later only if that one began before the first step, which
+//! is taken at once unless an older section is in its way. It never waits for a
+//! section that began after the first step, however many follow.
+//!
+//! A wait that gives up at its time limit leaves its deferred function behind.
+//! While [`MOST_LEFT_BEHIND`] are left, a wait defers none: it first takes the
+//! epoch on until one of them has run. Only then can a grace period wait for
+//! sections that began after the call and are pinned in the epoch of that moment.
+//!
+//! # Where no grace period can be waited for
 //!
 //! A thread that waited for a grace period inside a section would wait for
 //! itself. It gets an error. Two threads, each inside a section of one registry
@@ -294,26 +318,29 @@ impl Sections {
         let mut remark_at = LONG;
         let mut awaited: Option<Awaited<'_>> = None;
         let mut idle_rounds = 0_u32;
+        if !self.may_defer() {
+            // What is left behind, though its sections have ended, may be two
+            // steps away. The first round takes the second of them.
+            self.step(None)?;
+        }
         loop {
             let run_before = self.run.count();
-            match &awaited {
-                None if self.may_defer() => {
-                    let flag = Arc::new(Flag::default());
-                    self.step(Some(&flag))?;
-                    awaited = Some(Awaited {
-                        flag,
-                        left_behind: &self.left_behind,
-                    });
-                    // One step is never enough.
-                    continue;
-                }
-                _ => self.step(None)?,
+            if awaited.is_none() && self.may_defer() {
+                let flag = Arc::new(Flag::default());
+                self.step(Some(&flag))?;
+                awaited = Some(Awaited {
+                    flag,
+                    left_behind: &self.left_behind,
+                });
+                // One step is never enough.
+                continue;
             }
+            self.step(None)?;
             if awaited.as_ref().is_some_and(|it| it.flag.is_up()) {
                 return Ok(());
             }
-            // What has been run is out of the way, and more may be run at once.
-            // This ends: while a section is in the way, little is run.
+            // More can be run at once, a few functions at a time: no sleep, and no
+            // look at the time. While a section is in the way, little can be run.
             if self.run.count() != run_before {
                 idle_rounds = 0;
                 pause(idle_rounds);
@@ -381,10 +408,19 @@ fn remark(waited: Duration, threads: u64) {
 /// unpinned, by [`Registry::pin_with`] and [`Registration::unpin_with`].
 ///
 /// From [`Registry::enter`]. Enter first, ask then, copy, and end the section
-/// (drop it) once the device no longer needs the borrowed source. Sections
-/// nest. Keep them short: a grace period waits for them. And wait for no grace
-/// period inside one, not of another registry either: two threads could wait
-/// for each other.
+/// (drop it) once the device no longer needs the borrowed source.
+///
+/// Sections of one thread may nest and overlap, in any order: each of them lasts
+/// until it is dropped. A thread may enter the next one before it ends the last,
+/// again and again, as a copy loop with two buffers does. A section that is
+/// entered inside another one costs as much as the outer one, some nanoseconds.
+/// (A thread allocates when it is in more sections at once than before, and
+/// looks through those that it is in.)
+///
+/// Keep sections short: a grace period waits for those that began before it. It
+/// may also wait for some that began while it waited for those, and for no later
+/// one. And wait for no grace period inside a section, not of another registry
+/// either: two threads could wait for each other.
 ///
 /// It stays on the thread that entered it:
 ///
@@ -496,6 +532,14 @@ impl Error for GraceError {}
 mod tests {
     use super::*;
 
+    use std::sync::mpsc;
+    use std::thread;
+
+    /// How many participants this thread has for its last section's registry.
+    fn participants() -> usize {
+        PARTS.with(|all| all.borrow()[0].participants.len())
+    }
+
     #[test]
     fn a_thread_keeps_no_part_in_registries_that_are_gone() {
         let parts = || PARTS.with(|all| all.borrow().len());
@@ -508,5 +552,124 @@ mod tests {
         // The one that is kept, and the last.
         assert_eq!(parts(), 2);
         drop(kept.enter());
+    }
+
+    #[test]
+    fn a_thread_finds_its_part_again_among_many() {
+        let all = [(); 10].map(|()| Sections::new());
+        for (index, sections) in all.iter().enumerate() {
+            let guards: Vec<Guard> = (0..=index).map(|_| sections.enter()).collect();
+            drop(guards);
+        }
+        for (index, sections) in all.iter().enumerate() {
+            drop(sections.enter());
+            assert_eq!(participants(), index + 1);
+        }
+    }
+
+    #[test]
+    fn a_thread_drops_the_participants_that_it_no_longer_needs() {
+        let sections = Sections::new();
+        let guards: Vec<Guard> = (0..100).map(|_| sections.enter()).collect();
+        assert_eq!(participants(), 100);
+        drop(guards);
+        for _ in 0..100 * A_WHILE {
+            drop(sections.enter());
+        }
+        assert_eq!(participants(), KEPT);
+    }
+
+    /// Each that is dropped stays in the collector while any section goes on.
+    #[test]
+    fn a_thread_keeps_the_participants_that_it_needs_again() {
+        let sections = Sections::new();
+        for _ in 0..10 * A_WHILE {
+            let guards: Vec<Guard> = (0..KEPT + 6).map(|_| sections.enter()).collect();
+            drop(guards);
+        }
+        sections.wait(None).unwrap();
+        assert_eq!(participants(), KEPT + 6);
+        // The one wait's function, and no participant's.
+        assert_eq!(sections.run.count(), 1);
+    }
+
+    /// Calls `with` while another thread is in a section, which `with` can end.
+    fn beside_a_section<R>(sections: &Sections, with: impl FnOnce(&dyn Fn()) -> R) -> R {
+        let (entered, has_entered) = mpsc::channel();
+        let (end, to_end) = mpsc::channel::<()>();
+        let (ended, has_ended) = mpsc::channel::<()>();
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                let guard = sections.enter();
+                entered.send(()).unwrap();
+                // An error: `with` has returned, or panicked.
+                let _ = to_end.recv();
+                drop(guard);
+                drop(ended);
+                // A thread that exits is in a section for a moment.
+                let _ = to_end.recv();
+            });
+            has_entered.recv().unwrap();
+            let result = with(&|| {
+                end.send(()).unwrap();
+                has_ended.recv().unwrap_err();
+            });
+            drop(end);
+            result
+        })
+    }
+
+    const NO_TIME: Option<Duration> = Some(Duration::ZERO);
+
+    #[test]
+    fn waits_that_gave_up_leave_a_bounded_number_of_flags_and_the_next_one_ends() {
+        let sections = Sections::new();
+        beside_a_section(&sections, |end_it| {
+            for _ in 0..10 * MOST_LEFT_BEHIND {
+                let gave_up = sections.wait(NO_TIME);
+                assert!(matches!(gave_up, Err(GraceError::TimedOut { .. })));
+                assert!(sections.left_behind() <= MOST_LEFT_BEHIND);
+            }
+            assert_eq!(sections.left_behind(), MOST_LEFT_BEHIND);
+            end_it();
+            // No time at all is enough: each round gets some out of the way.
+            assert_eq!(sections.wait(NO_TIME), Ok(()));
+        });
+        assert_eq!(sections.left_behind(), 0);
+    }
+
+    #[test]
+    fn at_the_bound_a_wait_still_waits_for_the_sections_before_it() {
+        let sections = Sections::new();
+        beside_a_section(&sections, |end_it| {
+            for _ in 0..MOST_LEFT_BEHIND {
+                sections.wait(NO_TIME).unwrap_err();
+            }
+            beside_a_section(&sections, |end_another| {
+                end_it();
+                for _ in 0..10 {
+                    sections.wait(NO_TIME).unwrap_err();
+                }
+                end_another();
+                sections.wait(NO_TIME).unwrap();
+            });
+        });
+    }
+
+    /// They leave a bag each in the collector, which is in the way of a flag.
+    #[test]
+    fn threads_that_exited_beside_a_section_are_out_of_the_way_without_a_pause() {
+        const THREADS: u64 = 200;
+        let sections = Sections::new();
+        beside_a_section(&sections, |end_it| {
+            for _ in 0..THREADS {
+                thread::scope(|scope| {
+                    scope.spawn(|| drop(sections.enter())).join().unwrap();
+                });
+            }
+            end_it();
+            sections.wait(NO_TIME).unwrap();
+            assert!(sections.run.count() >= THREADS);
+        });
     }
 }
