@@ -429,7 +429,7 @@ pub(crate) const MODELS: [Model; 15] = [
     },
 ];
 
-/// A limit that the first round of a wait reaches.
+/// A limit that a wait reaches in its first rounds.
 const NO_TIME: Duration = Duration::ZERO;
 
 /// Joins the sections as often as this thread will have to. There is nothing to

@@ -15,7 +15,7 @@ use common::in_child;
 
 use pinned_hosts::{GraceError, Region, Registry, Section};
 
-/// The first round of a wait reaches it.
+/// Enough for a wait that no section holds up, and for no other.
 const NO_TIME: Option<Duration> = Some(Duration::ZERO);
 
 /// Far longer than a wait takes that is not held up for ever.
