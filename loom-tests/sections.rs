@@ -10,21 +10,23 @@
 
 use std::cell::Cell;
 use std::rc::Rc;
+use std::time::Duration;
 
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Mutex};
 use loom::thread;
+use pinned_hosts::GraceError::{InsideSection, TimedOut};
 use pinned_hosts::Residency::Pageable;
 use pinned_hosts::{
     PinError, RegionState, Registration, Registry, Residency, enter_and_ask_residency, global,
     residency,
 };
 
-use crate::cells::{a, at_once, region};
+use crate::cells::{Flag, a, abc, at_once, b, c, region};
 use crate::faults::is_asked_for;
 use crate::model::{Model, Witness};
 
-pub(crate) const MODELS: [Model; 8] = [
+pub(crate) const MODELS: [Model; 15] = [
     Model {
         name: "pin_against_copy",
         promise: "memory that a copy has found pageable is not page-locked until the copy is over",
@@ -50,7 +52,7 @@ pub(crate) const MODELS: [Model; 8] = [
         body: |witness| {
             let registry = global();
             let (driver, copier) = Driver::new();
-            let pinned = pinned_already(registry, &driver);
+            let pinned = pinned_already(registry, a(), &driver);
             at_once(
                 move || pinned.unpin_with(|| driver.unpin()).unwrap(),
                 move || copier.copy(witness),
@@ -102,7 +104,7 @@ pub(crate) const MODELS: [Model; 8] = [
         body: |witness| {
             let registry = global();
             let (driver, copier) = Driver::new();
-            let pinned = pinned_already(registry, &driver);
+            let pinned = pinned_already(registry, a(), &driver);
             at_once(
                 move || {
                     let kept = pinned.unpin_with(|| Err("failed")).unwrap_err();
@@ -154,6 +156,7 @@ pub(crate) const MODELS: [Model; 8] = [
                     let _pinned = registry.pin_with(region(a()), || driver.pin()).unwrap();
                 },
                 move || {
+                    enter_twice_already(registry);
                     let outer = registry.enter();
                     drop(registry.enter());
                     let found = residency(a());
@@ -166,6 +169,206 @@ pub(crate) const MODELS: [Model; 8] = [
                     }
                 },
             );
+        },
+    },
+    Model {
+        name: "overlapping_sections",
+        promise: "each of a thread's sections lasts until it is dropped, and holds up no grace period \
+                  that took a step before it began",
+        outcomes: &["pageable", "pinned", "pinned while the third goes on"],
+        furthest: Some(2),
+        body: |witness| {
+            let registry = global();
+            let (driver, copier) = Driver::new();
+            let is_pinned = Flag::new();
+            let pinned = is_pinned.clone();
+            thread::spawn(move || {
+                enter_twice_already(registry);
+                let (mut section, mut found) = enter_and_ask_residency(a());
+                let pins = thread::spawn(move || {
+                    let _pinned = registry.pin_with(region(a()), || driver.pin()).unwrap();
+                    is_pinned.raise();
+                });
+                for _ in 0..2 {
+                    // So that the other thread takes a step, without an
+                    // interruption.
+                    thread::yield_now();
+                    let next = enter_and_ask_residency(a());
+                    copier.copy_as(found, witness);
+                    (section, found) = next;
+                }
+                thread::yield_now();
+                copier.copy_as(found, witness);
+                if pinned.is_raised() {
+                    witness.saw("pinned while the third goes on");
+                }
+                drop(section);
+                pins.join().unwrap();
+            })
+            .join()
+            .unwrap();
+        },
+    },
+    Model {
+        name: "inside_a_section",
+        promise: "a thread inside any section is told so at once, and pins and unpins nothing",
+        outcomes: &["pageable", "pinned"],
+        furthest: Some(1),
+        body: |witness| {
+            let registry = global();
+            let (driver, copier) = Driver::new();
+            at_once(
+                move || {
+                    let first = registry.enter();
+                    let second = registry.enter();
+                    drop(first);
+                    let refused = registry.pin_within(NO_TIME, region(a()), || driver.pin());
+                    let inside = matches!(refused, Err(PinError::Grace(InsideSection)));
+                    assert!(inside, "not told that it is inside a section");
+                    drop(second);
+                },
+                move || copier.copy(witness),
+            );
+            assert_eq!(only_state(registry), None, "a refused pin stays registered");
+        },
+    },
+    Model {
+        name: "a_pin_that_gives_up",
+        promise: "memory is not pinned by a wait that reached its limit, and not registered after",
+        outcomes: &["pageable", "pinned", "gave up", "went through"],
+        furthest: Some(2),
+        body: |witness| {
+            let registry = global();
+            let (driver, copier) = Driver::new();
+            let (state, ()) = at_once(
+                move || match registry.pin_within(NO_TIME, region(a()), || driver.pin()) {
+                    Ok(_) => {
+                        witness.saw("went through");
+                        Some(RegionState::Live)
+                    }
+                    Err(error) => {
+                        assert!(matches!(error, PinError::Grace(TimedOut { .. })));
+                        witness.saw("gave up");
+                        None
+                    }
+                },
+                move || copier.copy(witness),
+            );
+            assert_eq!(
+                only_state(registry),
+                state,
+                "a refused pin stays registered"
+            );
+        },
+    },
+    Model {
+        name: "an_unpin_that_gives_up",
+        promise: "memory is not unpinned by a wait that reached its limit, and live again after",
+        outcomes: &["pinned", "retiring", "gave up", "went through"],
+        furthest: Some(1),
+        body: |witness| {
+            let registry = global();
+            let (driver, copier) = Driver::new();
+            let pinned = pinned_already(registry, a(), &driver);
+            let (state, ()) = at_once(
+                move || match pinned.unpin_within(NO_TIME, || driver.unpin()) {
+                    Ok(()) => {
+                        witness.saw("went through");
+                        None
+                    }
+                    Err(error) => {
+                        assert!(matches!(error.reason, PinError::Grace(TimedOut { .. })));
+                        witness.saw("gave up");
+                        Some(RegionState::Live)
+                    }
+                },
+                move || copier.copy(witness),
+            );
+            assert_eq!(only_state(registry), state, "not in the state it was in");
+        },
+    },
+    Model {
+        name: "waits_that_give_up",
+        promise: "however many waits give up, they leave no more than the bound behind, and a later one ends",
+        outcomes: &["at the bound", "none is left"],
+        furthest: Some(2),
+        body: |witness| {
+            let registry = global();
+            thread::spawn(move || {
+                enter_twice_already(registry);
+                let section = registry.enter();
+                let waits = thread::spawn(move || {
+                    for _ in 0..4 {
+                        let _ = registry.wait_for_sections(Some(NO_TIME));
+                        let left = registry.flags_left_behind();
+                        assert!(left <= 2, "more flags are left than the bound");
+                        if left == 2 {
+                            witness.saw("at the bound");
+                        }
+                    }
+                    registry.wait_for_sections(None).unwrap();
+                    if registry.flags_left_behind() == 0 {
+                        witness.saw("none is left");
+                    }
+                });
+                thread::yield_now();
+                drop(section);
+                waits.join().unwrap();
+            })
+            .join()
+            .unwrap();
+        },
+    },
+    Model {
+        name: "two_that_register_alone",
+        promise: "of two that register overlapping memory if none of it is registered, one is refused",
+        outcomes: &["left is registered", "right is registered"],
+        furthest: None,
+        body: |witness| {
+            let registry = global();
+            let (left, right) = at_once(
+                move || registry.is_registered_alone(region(abc())),
+                move || registry.is_registered_alone(region(b())),
+            );
+            assert!(left != right, "both are registered, or none");
+            witness.saw(if left {
+                "left is registered"
+            } else {
+                "right is registered"
+            });
+            assert_eq!(only_state(registry), Some(RegionState::Live));
+        },
+    },
+    Model {
+        name: "unpin_all_against_copy",
+        promise: "of memory that is unpinned together, what a copy lets the device read is not unpinned \
+                  until the copy is over, and what the driver failed to unpin is live again",
+        outcomes: &["pageable", "pinned", "retiring"],
+        furthest: Some(1),
+        body: |witness| {
+            let registry = global();
+            let (driver, copier) = Driver::new();
+            let mut all = vec![
+                pinned_already(registry, a(), &driver),
+                pinned_already(registry, c(), &Driver::new().0),
+            ];
+            at_once(
+                move || {
+                    let unpin = |it| {
+                        if it == region(a()) {
+                            driver.unpin()
+                        } else {
+                            Err("failed")
+                        }
+                    };
+                    let failed = registry.unpin_each(&mut all, unpin);
+                    assert!(matches!(failed, Err(PinError::Driver("failed"))));
+                    assert_eq!(all.len(), 1);
+                },
+                move || copier.copy(witness),
+            );
+            let state = only_state(registry);
+            assert_eq!(state, Some(RegionState::Live), "pinned, and not registered");
         },
     },
     Model {
@@ -226,11 +429,26 @@ pub(crate) const MODELS: [Model; 8] = [
     },
 ];
 
-/// Pins the memory before there is another thread; there is nothing to explore
-/// in that.
-fn pinned_already(registry: &'static Registry, driver: &Driver) -> Registration<'static> {
+/// A limit that a wait reaches in its first rounds.
+const NO_TIME: Duration = Duration::ZERO;
+
+/// Joins the sections as often as this thread will have to. There is nothing to
+/// explore in that: other models join while they explore.
+fn enter_twice_already(registry: &Registry) {
     loom::stop_exploring();
-    let pinned = registry.pin_with(region(a()), || driver.pin()).unwrap();
+    drop([registry.enter(), registry.enter()]);
+    loom::explore();
+}
+
+/// Pins `bytes` before there is another thread; there is nothing to explore in
+/// that.
+fn pinned_already(
+    registry: &'static Registry,
+    bytes: &[u8],
+    driver: &Driver,
+) -> Registration<'static> {
+    loom::stop_exploring();
+    let pinned = registry.pin_with(region(bytes), || driver.pin()).unwrap();
     loom::explore();
     pinned
 }

@@ -10,7 +10,7 @@ use crate::entry::{Owner, RegionState};
 use crate::region::{Region, RegionId};
 use crate::registry::Registry;
 use crate::section::GraceError;
-use crate::sync::weakened;
+use crate::sync::{modelled_only, weakened};
 
 impl Registry {
     /// Pins `region` through `pin`, which calls the driver, while other
@@ -131,6 +131,7 @@ impl Registry {
         weakened!("no_grace_period_on_unpin" => { return Ok(()) });
         let waited = self.wait_for_sections(limit);
         if waited.is_err() {
+            weakened!("given_up_unpin_stays_retiring" => { return waited });
             self.set_state(ids, RegionState::Live);
         }
         waited
@@ -139,7 +140,7 @@ impl Registry {
     /// As [`Registration::unpin_within`] for each of `registrations`, with one
     /// grace period for all of them. Those that stay pinned stay in the list;
     /// the error is that of the first.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", loom))]
     pub(crate) fn unpin_all<E>(
         &self,
         registrations: &mut Vec<Registration<'_>>,
@@ -161,11 +162,26 @@ impl Registry {
                 true
             }
         });
+        weakened!("unpin_all_retracts_all" => { unpinned.clone_from(&ids) });
         unpinned.sort_unstable();
         self.unregister_handles(&unpinned);
         // Those that are left.
         self.set_state(&ids, RegionState::Live);
         first_error.map_or(Ok(()), Err)
+    }
+}
+
+modelled_only! {
+    impl Registry {
+        /// What gives a `HostRegistration` back.
+        #[doc(hidden)]
+        pub fn unpin_each<E>(
+            &self,
+            registrations: &mut Vec<Registration<'_>>,
+            unpin: impl FnMut(Region) -> Result<(), E>,
+        ) -> Result<(), PinError<E>> {
+            self.unpin_all(registrations, None, unpin)
+        }
     }
 }
 
@@ -235,16 +251,23 @@ impl<'r> Registration<'r> {
         unpin: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), UnpinError<'r, E>> {
         let ids = [self.id];
-        let unpinned = match self.registry.retire(&ids, limit) {
-            Ok(()) => unpin().map_err(PinError::Driver),
-            Err(error) => Err(PinError::Grace(error)),
+        let reason = match self.registry.retire(&ids, limit) {
+            Ok(()) => match unpin() {
+                Ok(()) => {
+                    self.registry.unregister_handles(&ids);
+                    return Ok(());
+                }
+                Err(error) => {
+                    weakened!("failed_unpin_retracts" => {
+                        self.registry.unregister_handles(&ids)
+                    });
+                    self.registry.set_state(&ids, RegionState::Live);
+                    PinError::Driver(error)
+                }
+            },
+            // Live again.
+            Err(error) => PinError::Grace(error),
         };
-        let Err(reason) = unpinned else {
-            self.registry.unregister_handles(&ids);
-            return Ok(());
-        };
-        weakened!("failed_unpin_retracts" => { self.registry.unregister_handles(&ids) });
-        self.registry.set_state(&ids, RegionState::Live);
         Err(UnpinError {
             registration: self,
             reason,

@@ -228,7 +228,8 @@ impl Registry {
     /// threads pin and unpin memory. See [`Section`].
     ///
     /// It costs some nanoseconds and takes no lock. (A thread's first section
-    /// in each registry allocates.)
+    /// in each registry allocates, and each that makes it more sections at once
+    /// than before.)
     pub fn enter(&self) -> Section<'_> {
         Section::new(self, &self.sections)
     }
@@ -300,7 +301,7 @@ impl Registry {
     /// As [`register_for`](Self::register_for) for a handle, if none of
     /// `region` is registered. Otherwise the first such part is the error, and
     /// nothing is changed. That is one step: of two threads one is refused.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", loom))]
     pub(crate) fn register_alone(
         &self,
         state: RegionState,
@@ -308,6 +309,13 @@ impl Registry {
     ) -> Result<RegionId, Region> {
         let id = RegionId::draw(region);
         let entry = RegionEntry::new(id, region, Owner::Handle).in_state(state);
+        weakened!("alone_in_two_steps" => {
+            if let Some(registered) = self.ask(|old| old.first_region(Span::from(region))) {
+                return Err(registered);
+            }
+            self.add(&[entry]);
+            return Ok(id);
+        });
         self.publish(|old| match old.first_region(Span::from(region)) {
             Some(registered) => Err(registered),
             None => Ok((old.with(&[entry]), id)),
@@ -422,6 +430,18 @@ impl Registry {
 
 modelled_only! {
     impl Registry {
+        /// Registers the memory of a `HostRegistration`, if none of it is.
+        #[doc(hidden)]
+        pub fn is_registered_alone(&self, region: Region) -> bool {
+            self.register_alone(RegionState::Live, region).is_ok()
+        }
+
+        /// How many flags of waits that gave up are left in the collector.
+        #[doc(hidden)]
+        pub fn flags_left_behind(&self) -> u64 {
+            self.sections.left_behind()
+        }
+
         /// What was published before `snapshot`, or else itself.
         pub(crate) fn before(&self, snapshot: &Arc<Snapshot>) -> Arc<Snapshot> {
             self.published.before(snapshot).unwrap_or_else(|| snapshot.clone())

@@ -229,7 +229,7 @@ impl Snapshot {
     }
 
     /// The first region that `span` lies in or reaches into.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", loom))]
     pub(crate) fn first_region(&self, span: Span) -> Option<Region> {
         if span.is_empty() {
             return None;

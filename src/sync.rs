@@ -179,23 +179,35 @@ impl<T> Clone for Unheld<T> {
 
 impl<T> Copy for Unheld<T> {}
 
-/// A number that is only to be told, shared by its clones. It orders nothing,
-/// and the models leave it out of what they explore.
+/// A number, shared by its clones. It orders nothing, and no promise about
+/// memory depends on it, so the models leave it out of what they explore.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tally(std::sync::Arc<std::sync::atomic::AtomicU64>);
 
 impl Tally {
-    // Relaxed, all: no one concludes anything else from the number.
+    // Relaxed, all: no one concludes more from the number than the number.
     pub(crate) fn more(&self) {
         self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     }
 
-    pub(crate) fn less(&self) {
-        self.0.fetch_sub(1, std::sync::atomic::Ordering::Relaxed);
+    /// Counts one more, for as long as what is returned lives.
+    pub(crate) fn hold(&self) -> Counted {
+        self.more();
+        Counted(self.clone())
     }
 
     pub(crate) fn count(&self) -> u64 {
         self.0.load(std::sync::atomic::Ordering::Relaxed)
+    }
+}
+
+/// One in a [`Tally`].
+#[derive(Debug)]
+pub(crate) struct Counted(Tally);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, std::sync::atomic::Ordering::Relaxed);
     }
 }
 
@@ -225,8 +237,8 @@ impl<T> Tidied<T> {
     }
 }
 
-/// Says whether its owner lives, to tidy up by. Like a tally, it orders nothing,
-/// and the models leave it out.
+/// Tells its owner from others, and whether the owner lives, to tidy up by. Like
+/// a tally, it orders nothing, and the models leave it out.
 #[derive(Debug, Default)]
 pub(crate) struct Alive(std::sync::Arc<()>);
 
@@ -242,6 +254,12 @@ impl Alive {
 impl AliveElsewhere {
     pub(crate) fn is_alive(&self) -> bool {
         self.0.strong_count() > 0
+    }
+
+    /// Whether this is about `alive`. No other owner can have its address: what
+    /// is here keeps that taken.
+    pub(crate) fn is_of(&self, alive: &Alive) -> bool {
+        std::ptr::eq(self.0.as_ptr(), std::sync::Arc::as_ptr(&alive.0))
     }
 }
 
