@@ -290,7 +290,12 @@ pub(crate) const FAULTS: &[Fault] = &[
     Fault {
         name: "failed_pin_stays",
         what: "memory that the driver refused to pin stays registered",
-        found_by: &["a_pin_that_fails", "two_pinners_of_one_range"],
+        found_by: &[
+            "a_pin_that_fails",
+            "a_pin_that_gives_up",
+            "inside_a_section",
+            "two_pinners_of_one_range",
+        ],
         reason: "a refused pin stays registered|more than one entry",
     },
     Fault {

@@ -264,7 +264,7 @@ pub(crate) const MODELS: [Model; 15] = [
     Model {
         name: "an_unpin_that_gives_up",
         promise: "memory is not unpinned by a wait that reached its limit, and live again after",
-        outcomes: &["pinned", "retiring", "gave up", "went through"],
+        outcomes: &["pageable", "pinned", "retiring", "gave up", "went through"],
         furthest: Some(1),
         body: |witness| {
             let registry = global();

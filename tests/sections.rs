@@ -19,7 +19,7 @@ use pinned_hosts::{GraceError, Region, Registry, Section};
 const NO_TIME: Option<Duration> = Some(Duration::ZERO);
 
 /// Far longer than a wait takes that is not held up for ever.
-const FOR_EVER: Option<Duration> = Some(Duration::from_secs(60));
+const FOR_EVER: Option<Duration> = Some(Duration::from_secs(20));
 
 fn timed_out(waited: Result<(), GraceError>) -> bool {
     matches!(waited, Err(GraceError::TimedOut { .. }))
