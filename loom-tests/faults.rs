@@ -87,6 +87,18 @@ pub(crate) const FAULTS: &[Fault] = &[
         reason: "was not seen",
     },
     Fault {
+        name: "announced_once",
+        what: "a writer that begins anew announces nothing more",
+        found_by: &["a_winner_sees_the_losers_change"],
+        reason: "was not seen",
+    },
+    Fault {
+        name: "generation_kept_on_retry",
+        what: "a writer that begins anew keeps the generation of its first attempt",
+        found_by: &["a_winner_sees_the_losers_change"],
+        reason: "was not seen",
+    },
+    Fault {
         name: "reader_skips_compare",
         what: "a reader never looks whether a newer snapshot is there",
         found_by: &[

@@ -7,10 +7,10 @@ use loom::sync::Arc;
 use loom::thread;
 use pinned_hosts::{Registry, Residency, global, is_pinned, live_count, register};
 
-use crate::cells::{a, at_once, b, bc, c, region};
+use crate::cells::{Flag, a, at_once, b, bc, c, region};
 use crate::model::Model;
 
-pub(crate) const MODELS: [Model; 7] = [
+pub(crate) const MODELS: [Model; 8] = [
     Model {
         name: "two_writers_register",
         promise: "of two registrations at once, both are there once both have returned",
@@ -60,6 +60,34 @@ pub(crate) const MODELS: [Model; 7] = [
                     } else {
                         "before the other"
                     });
+                },
+            );
+        },
+    },
+    Model {
+        name: "a_winner_sees_the_losers_change",
+        promise: "what a writer that had to begin anew has registered is seen by the one that was first",
+        outcomes: &["handed over", "not yet"],
+        furthest: None,
+        body: |witness| {
+            let _ = global();
+            let flag = Flag::new();
+            let raised = flag.clone();
+            at_once(
+                move || {
+                    register(b().as_ptr(), b().len());
+                    flag.raise();
+                },
+                move || {
+                    register(a().as_ptr(), a().len());
+                    // So that this thread's reader has a snapshot to be misled by.
+                    assert!(is_pinned(a()), "a thread's own change was not seen");
+                    if raised.is_raised() {
+                        assert!(is_pinned(b()), "the other writer's change was not seen");
+                        witness.saw("handed over");
+                    } else {
+                        witness.saw("not yet");
+                    }
                 },
             );
         },

@@ -415,6 +415,12 @@ impl Registry {
                 self.superseded.replace(Arc::clone(&previous));
                 return Ok(result);
             }
+            weakened!("announced_once" => {
+                return self.publish_unannounced(&previous, previous.generation + 1, change);
+            });
+            weakened!("generation_kept_on_retry" => {
+                return self.publish_unannounced(&previous, generation, change);
+            });
             current = previous;
         }
     }
@@ -425,6 +431,21 @@ modelled_only! {
         /// What was published before `snapshot`, or else itself.
         pub(crate) fn before(&self, snapshot: &Arc<Snapshot>) -> Arc<Snapshot> {
             self.published.before(snapshot).unwrap_or_else(|| snapshot.clone())
+        }
+
+        /// Publishes what `change` makes of `current`, with `generation` and
+        /// without an announcement. The models have no third writer.
+        fn publish_unannounced<R, E>(
+            &self,
+            current: &Arc<Snapshot>,
+            generation: u64,
+            change: impl Fn(&Snapshot) -> Result<(Snapshot, R), E>,
+        ) -> Result<R, E> {
+            let (mut next, result) = change(current)?;
+            next.generation = generation;
+            let previous = self.published.compare_and_swap(current, Arc::new(next));
+            assert!(Arc::ptr_eq(current, &previous), "a third writer");
+            Ok(result)
         }
 
         fn erase_by_address(&self, id: RegionId) -> Result<Region, UnknownRegion> {
