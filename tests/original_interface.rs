@@ -6,6 +6,7 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
+use std::panic;
 use std::ptr;
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -386,4 +387,50 @@ fn a_length_that_ends_exactly_at_the_last_address_is_kept() {
     let base = ptr::without_provenance::<u8>(usize::MAX - 10);
     register(base, 10);
     assert_eq!(regions(), [Region::new(base, 10).unwrap()]);
+}
+
+/// A subscriber that does nothing but `.0` on each event.
+struct Acting<F>(F);
+
+impl<F: Fn() + Send + Sync + 'static> tracing::Subscriber for Acting<F> {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn event(&self, _: &tracing::Event<'_>) {
+        (self.0)();
+    }
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn a_subscriber_that_panics_keeps_no_region_from_being_registered() {
+    let _turn = turn();
+    let buffer = [0u8; 64];
+    // Without a message, which would be noise.
+    let panicking = Acting(|| panic::resume_unwind(Box::new("the log is full")));
+    tracing::subscriber::with_default(panicking, || register(buffer.as_ptr(), usize::MAX));
+    assert!(is_pinned(&buffer));
+    assert_eq!(live_count(), 1);
+}
+
+#[test]
+fn a_subscriber_may_look_up_and_register() {
+    static BUFFER: [u8; 64] = [0; 64];
+    static OTHER: [u8; 64] = [0; 64];
+    let _turn = turn();
+    let acting = Acting(|| {
+        // What the event is about is registered by then.
+        assert!(is_pinned(&BUFFER));
+        register(OTHER.as_ptr(), OTHER.len());
+    });
+    tracing::subscriber::with_default(acting, || register(BUFFER.as_ptr(), usize::MAX));
+    // `emit` keeps a failed assertion of the subscriber to itself: then `OTHER`
+    // is not registered.
+    assert_eq!(live_count(), 2);
 }
