@@ -192,6 +192,30 @@ pub(crate) const FAULTS: &[Fault] = &[
         reason: "leaked",
     },
     Fault {
+        name: "reader_frees",
+        what: "a writer drops its hold on what it superseded, without keeping it for a later writer",
+        found_by: &["a_reader_frees_nothing", "two_writers_retire"],
+        reason: "a reader freed",
+    },
+    Fault {
+        name: "held_is_dropped",
+        what: "a walk drops its hold on what a reader still holds",
+        found_by: &["a_reader_frees_nothing", "two_writers_retire"],
+        reason: "a reader freed",
+    },
+    Fault {
+        name: "retired_is_lost",
+        what: "a writer gives up when another one put something on the stack at the same time",
+        found_by: &["two_writers_retire"],
+        reason: "leaked",
+    },
+    Fault {
+        name: "retired_not_released",
+        what: "what is put on the stack of superseded snapshots is not released",
+        found_by: &["two_writers_retire"],
+        reason: UNORDERED,
+    },
+    Fault {
         name: "no_answer_past_the_reader",
         what: "a lookup after the thread's reader is gone knows of nothing",
         found_by: &["a_lookup_in_a_destructor_is_right"],

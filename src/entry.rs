@@ -105,6 +105,12 @@ impl RegionEntry {
         self.id.key()
     }
 
+    /// The least key that is greater.
+    pub(crate) fn key_after(&self) -> Key {
+        let (start, number) = self.key();
+        (start, number + 1)
+    }
+
     pub(crate) fn marks(&self) -> Marks {
         Marks {
             retiring: self.state == RegionState::Retiring,

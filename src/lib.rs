@@ -13,6 +13,7 @@ mod process;
 mod reader;
 mod region;
 mod registry;
+mod retired;
 mod section;
 mod snapshot;
 mod span;
@@ -34,6 +35,8 @@ pub use snapshot::Residency;
 modelled_only! {
     #[doc(hidden)]
     pub use reader::{after_the_threads_reader, enter_and_ask_residency};
+    #[doc(hidden)]
+    pub use retired::{Hold, RetiredHolds};
 }
 
 /// The process-wide registry: the one that the free functions of this crate

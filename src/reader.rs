@@ -153,7 +153,7 @@ impl<'r> Reader<'r> {
     /// [r]: crate::Registry::regions
     #[must_use]
     pub fn regions(&mut self) -> Regions {
-        Regions::new(self.snapshot())
+        Regions::new(Arc::clone(self.snapshot()))
     }
 
     /// How many registrations there are. See [`Registry::live_count`][r].

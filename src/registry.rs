@@ -22,10 +22,11 @@ use crate::entry::{Owner, RegionEntry, RegionState};
 use crate::listing::{Regions, Segments};
 use crate::reader::Reader;
 use crate::region::{Key, Region, RegionId, UnknownRegion};
+use crate::retired::{Retired, Room};
 use crate::section::{GraceError, Section, Sections};
 use crate::snapshot::{Residency, Snapshot};
 use crate::span::Span;
-use crate::sync::{Arc, ArcSwap, AtomicU64, Ordering, Tidied, modelled_only, weakened};
+use crate::sync::{Arc, ArcSwap, AtomicU64, Ordering, modelled_only, weakened};
 
 /// A set of page-locked regions that is asked on every copy.
 ///
@@ -58,10 +59,7 @@ pub struct Registry {
     /// The greatest generation that a writer has published, or is about to
     /// publish. It is what readers look at: see `reader.rs`.
     announced: AtomicU64,
-    /// A snapshot before the published one. Kept so that a writer, the next, is
-    /// the last to let go of it, and not a reader: to free memory that another
-    /// thread has allocated may wait for a lock of the allocator.
-    superseded: Tidied<Arc<Snapshot>>,
+    retired: Retired<Snapshot>,
     sections: Sections,
 }
 
@@ -72,7 +70,7 @@ impl Registry {
         Self {
             published: ArcSwap::new(Arc::new(Snapshot::empty())),
             announced: AtomicU64::new(0),
-            superseded: Tidied::default(),
+            retired: Retired::new(),
             sections: Sections::new(),
         }
     }
@@ -215,7 +213,7 @@ impl Registry {
     /// the iterator runs does not show in it.
     #[must_use]
     pub fn regions(&self) -> Regions {
-        self.ask(Regions::new)
+        Regions::new(self.snapshot())
     }
 
     /// How many registrations there are.
@@ -278,6 +276,7 @@ impl Registry {
 
     fn announce(&self, generation: u64) {
         weakened!("never_announced" => { return });
+        weakened!("announced_once_published" => { return });
         weakened!("announcement_goes_back" => {
             return self.announced.store(generation, Ordering::Relaxed);
         });
@@ -332,7 +331,8 @@ impl Registry {
             self.add(&[entry]);
             let others = |old: &Snapshot| {
                 let others = old.entries().filter(|it| it.is_bases() && it.key().0 == base);
-                others.map(|it| it.key()).filter(|&it| it != entry.key())
+                let others = others.map(|it| it.key()).filter(|&it| it != entry.key());
+                others.collect::<Vec<_>>()
             };
             self.remove(others);
             return;
@@ -380,8 +380,9 @@ impl Registry {
         change: impl Fn(&Snapshot) -> Result<(Snapshot, R), E>,
     ) -> Result<R, E> {
         let mut current = self.published.load();
+        let (mut next, mut result) = change(&current)?;
+        let room = Room::new();
         loop {
-            let (mut next, result) = change(&current)?;
             weakened!("torn_arrays" => {
                 let mut torn = next.torn(&current);
                 torn.generation = current.generation + 1;
@@ -390,29 +391,28 @@ impl Registry {
                 let _ = self.published.compare_and_swap(&current, torn.clone());
                 current = torn;
             });
-            next.generation = current.generation + 1;
-            weakened!("announced_once_published" => {
-                let generation = next.generation;
-                let previous = self.published.compare_and_swap(&current, Arc::new(next));
-                self.announce(generation);
-                if Arc::ptr_eq(&current, &previous) {
-                    return Ok(result);
-                }
-                current = previous;
-                continue;
-            });
-            let generation = next.generation;
-            let next = Arc::new(next);
+            let generation = current.generation + 1;
+            next.generation = generation;
             // Right before the publish: in between, lookups take the published
             // snapshot anew, each time. A writer that loses the race has
             // announced no more than the winner, which began with the same
             // snapshot.
             self.announce(generation);
-            let previous = self.published.compare_and_swap(&current, next);
+            let previous = self.published.compare_and_swap(&current, Arc::new(next));
+            weakened!("announced_once_published" => {
+                self.announced.fetch_max(generation, Ordering::Relaxed);
+            });
             // `current` is held, so no other snapshot can have its address:
             // equal addresses mean that nothing was published in between.
             if Arc::ptr_eq(&current, &previous) {
-                self.superseded.replace(Arc::clone(&previous));
+                let superseded = Arc::clone(&previous);
+                // This writer keeps the one hold that it hands over.
+                drop((current, previous));
+                // The models leave it out: their stand-in for `arc-swap` holds each
+                // snapshot to the end. There is a model of `Retired` by itself.
+                if !cfg!(loom) {
+                    self.retired.retire(room, superseded);
+                }
                 return Ok(result);
             }
             weakened!("announced_once" => {
@@ -421,6 +421,7 @@ impl Registry {
             weakened!("generation_kept_on_retry" => {
                 return self.publish_unannounced(&previous, generation, change);
             });
+            (next, result) = change(&previous)?;
             current = previous;
         }
     }

@@ -37,7 +37,7 @@ use crate::entry::{RegionEntry, RegionState};
 use crate::region::{Key, Region, RegionId};
 use crate::span::Span;
 use crate::sync::modelled_only;
-use crate::tree::{Around, Entries, Tree};
+use crate::tree::{Around, Tree};
 
 /// What the bytes of a slice are, as far as the registry knows.
 ///
@@ -58,9 +58,7 @@ pub enum Residency {
     Mixed,
 }
 
-/// See the head of this file. Its drop must stay trivial (it frees the nodes that
-/// no other snapshot shares, and does nothing else), because the last thread to
-/// let go of a snapshot may be a reader.
+/// See the head of this file.
 #[derive(Debug)]
 pub(crate) struct Snapshot {
     // The bounds come first: the commonest answer, "nowhere near", is given
@@ -263,13 +261,18 @@ impl Snapshot {
         self.tree.len()
     }
 
-    pub(crate) fn entries(&self) -> Entries {
-        self.tree.iter()
+    /// The first registration whose key is `key` or greater.
+    pub(crate) fn first_from(&self, key: Key) -> Option<RegionEntry> {
+        self.tree.first_from(key)
     }
 }
 
 modelled_only! {
     impl Snapshot {
+        pub(crate) fn entries(&self) -> impl Iterator<Item = RegionEntry> {
+            self.tree.iter()
+        }
+
         /// These regions, with the reaches of others.
         pub(crate) fn torn(&self, old: &Self) -> Self {
             Self::of(self.tree.torn(&old.tree))
