@@ -170,8 +170,8 @@ pub(crate) const FAULTS: &[Fault] = &[
     Fault {
         name: "id_reuse",
         what: "an id is drawn again",
-        found_by: &["an_old_id_does_not_remove_a_new_entry"],
-        reason: "an old id removed a new entry",
+        found_by: &["a_handle_removes_its_own_entry"],
+        reason: "a handle removed another's entry",
     },
     Fault {
         name: "id_drawn_in_two_steps",
@@ -181,9 +181,9 @@ pub(crate) const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "erase_by_address",
-        what: "an id removes whatever is registered at its address now",
-        found_by: &["an_old_id_does_not_remove_a_new_entry"],
-        reason: "an old id removed a new entry",
+        what: "a handle removes the first of what is registered at its address",
+        found_by: &["a_handle_removes_its_own_entry"],
+        reason: "a handle removed another's entry",
     },
     Fault {
         name: "reader_leaks",

@@ -22,14 +22,14 @@ pub(crate) const MODELS: [Model; 8] = [
             let registry = Arc::clone(&left);
             at_once(
                 move || {
-                    left.register(region(a()));
+                    let _ = left.register(region(a()));
                     assert!(left.is_pinned(a()), "an update was lost");
                     if !left.is_pinned(b()) {
                         witness.saw("left was first");
                     }
                 },
                 move || {
-                    right.register(region(b()));
+                    let _ = right.register(region(b()));
                     assert!(right.is_pinned(b()), "an update was lost");
                     if !right.is_pinned(a()) {
                         witness.saw("right was first");
@@ -98,19 +98,18 @@ pub(crate) const MODELS: [Model; 8] = [
         outcomes: &["the removal was first", "the registration was first"],
         furthest: None,
         body: |witness| {
-            let registry = Arc::new(Registry::new());
-            let id = registry.register(region(a()));
-            let (left, right) = (Arc::clone(&registry), Arc::clone(&registry));
+            let registry = global();
+            let registration = registry.register(region(a()));
             at_once(
                 move || {
-                    left.unregister(id).unwrap();
-                    if !left.is_pinned(b()) {
+                    registration.unregister();
+                    if !registry.is_pinned(b()) {
                         witness.saw("the removal was first");
                     }
                 },
                 move || {
-                    right.register(region(b()));
-                    if right.is_pinned(a()) {
+                    let _ = registry.register(region(b()));
+                    if registry.is_pinned(a()) {
                         witness.saw("the registration was first");
                     }
                 },
@@ -129,7 +128,7 @@ pub(crate) const MODELS: [Model; 8] = [
             let writers = [a(), b(), c()].map(|bytes| {
                 let registry = Arc::clone(&registry);
                 thread::spawn(move || {
-                    registry.register(region(bytes));
+                    let _ = registry.register(region(bytes));
                     witness.saw(match registry.live_count() {
                         1 => "one was first",
                         2 => "one was second",
@@ -172,7 +171,9 @@ pub(crate) const MODELS: [Model; 8] = [
             let writer = Arc::new(Registry::new());
             let reader = Arc::clone(&writer);
             at_once(
-                move || writer.register_all([region(b()), region(c())]),
+                move || {
+                    let _ = writer.register_all([region(b()), region(c())]);
+                },
                 move || match reader.residency(bc()) {
                     Residency::Pageable => witness.saw("none"),
                     Residency::Seam => witness.saw("all"),
@@ -206,7 +207,9 @@ pub(crate) const MODELS: [Model; 8] = [
                         "the other was not first"
                     });
                 },
-                move || other.register(region(a())),
+                move || {
+                    let _ = other.register(region(a()));
+                },
             );
             assert!(
                 registry.is_pinned(a()),

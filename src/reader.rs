@@ -73,10 +73,10 @@ use crate::sync::{Arc, Cell, Unheld, modelled_only, per_thread, weakened};
 /// let buffer = vec![0u8; 64];
 /// assert!(!reader.is_pinned(&buffer));
 ///
-/// let id = registry.register(Region::of(&buffer)?);
+/// let registration = registry.register(Region::of(&buffer)?);
 /// assert!(reader.is_pinned(&buffer[10..20]));
-/// # registry.unregister(id)?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # registration.unregister();
+/// # Ok::<(), pinned_hosts::RegionError>(())
 /// ```
 ///
 /// [`Registry`]: crate::Registry

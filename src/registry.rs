@@ -21,7 +21,8 @@ use std::time::Duration;
 use crate::entry::{Owner, RegionEntry, RegionState};
 use crate::listing::{Regions, Segments};
 use crate::reader::Reader;
-use crate::region::{Key, Region, RegionId, UnknownRegion};
+use crate::region::{Key, Region, RegionId};
+use crate::registration::Registration;
 use crate::retired::{Retired, Room};
 use crate::section::{GraceError, Section, Sections};
 use crate::snapshot::{Residency, Snapshot};
@@ -44,15 +45,15 @@ use crate::sync::{Arc, ArcSwap, AtomicU64, Ordering, modelled_only, weakened};
 ///
 /// let registry = Registry::new();
 /// let buffer = vec![0u8; 4096];
-/// let id = registry.register(Region::of(&buffer[..1024])?);
+/// let registration = registry.register(Region::of(&buffer[..1024])?);
 ///
 /// assert_eq!(registry.residency(&buffer[..1024]), Residency::Pinned);
 /// assert_eq!(registry.residency(&buffer[1000..1100]), Residency::Mixed);
 /// assert_eq!(registry.residency(&buffer[1024..]), Residency::Pageable);
 ///
-/// registry.unregister(id)?;
+/// registration.unregister();
 /// assert_eq!(registry.live_count(), 0);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), pinned_hosts::RegionError>(())
 /// ```
 pub struct Registry {
     published: ArcSwap<Snapshot>,
@@ -87,8 +88,8 @@ impl Registry {
     /// Costs a third of a microsecond among a few regions, and a few
     /// microseconds among a million: the next snapshot shares nearly all of the
     /// one before. Use [`register_all`](Self::register_all) for many at once.
-    pub fn register(&self, region: Region) -> RegionId {
-        self.register_for(Owner::Id, RegionState::Live, region)
+    pub fn register(&self, region: Region) -> Registration<'_> {
+        self.register_as(RegionState::Live, region)
     }
 
     /// As [`register`](Self::register), for memory that is write-combined
@@ -96,66 +97,32 @@ impl Registry {
     ///
     /// The CPU reads such memory very slowly. So a copy to the device waits
     /// for the device rather than read it to stage it.
-    pub fn register_write_combined(&self, region: Region) -> RegionId {
-        let id = RegionId::draw(region);
-        self.add(&[RegionEntry::new(id, region, Owner::Id).that_is_write_combined()]);
-        id
+    pub fn register_write_combined(&self, region: Region) -> Registration<'_> {
+        self.register_entry(RegionEntry::new(region, Owner::Handle).that_is_write_combined())
     }
 
     /// Adds all `regions` in one publish: a lookup sees all of them or none.
-    /// The ids come in the order of the regions.
+    /// The handles come in the order of the regions, with ascending ids.
     ///
     /// If the iterator panics, nothing was registered.
-    pub fn register_all(&self, regions: impl IntoIterator<Item = Region>) -> Vec<RegionId> {
+    #[must_use = "without the handles the memory stays registered for ever"]
+    pub fn register_all(&self, regions: impl IntoIterator<Item = Region>) -> Vec<Registration<'_>> {
         weakened!("register_all_half_way" => {
             return regions.into_iter().map(|it| self.register(it)).collect();
         });
         let regions: Vec<Region> = regions.into_iter().collect();
-        let ids: Vec<RegionId> = RegionId::draw_all(&regions).collect();
-        let entries: Vec<RegionEntry> = regions
-            .into_iter()
-            .zip(&ids)
-            .map(|(region, &id)| RegionEntry::new(id, region, Owner::Id))
+        let entries: Vec<RegionEntry> = RegionId::draw_all(&regions)
+            .zip(&regions)
+            .map(|(id, &region)| RegionEntry::known_by(id, region, Owner::Handle))
             .collect();
         weakened!("register_all_one_by_one" => {
-            for entry in entries {
-                self.add(&[entry]);
-            }
-            return ids;
+            return entries.into_iter().map(|it| self.register_entry(it)).collect();
         });
         if !entries.is_empty() {
             self.add(&entries);
         }
-        ids
-    }
-
-    /// Takes the registration `id` away and publishes. Other registrations of
-    /// the same bytes stay. This also takes what the free function
-    /// [`register`](crate::register) noted, by the id that
-    /// [`regions`](Self::regions) gives.
-    ///
-    /// The snapshot before, and what it does not share with the new one, is kept
-    /// until the next publish.
-    ///
-    /// Unpin the memory *first*. Whoever pins memory through driver calls of
-    /// their own vouches for this order: once a region is gone, copies from it
-    /// are not waited for.
-    ///
-    /// # Errors
-    ///
-    /// [`UnknownRegion`] if `id` was removed before, is another registry's, or
-    /// is that of a handle that keeps it (a [`Registration`](crate::Registration),
-    /// a `cuda::PinnedBuffer`) for as long as its memory is pinned. Nothing is changed
-    /// then.
-    pub fn unregister(&self, id: RegionId) -> Result<Region, UnknownRegion> {
-        weakened!("erase_by_address" => { return self.erase_by_address(id) });
-        self.publish(|old| {
-            let known = old.get(id).filter(|entry| !entry.is_handles());
-            let (next, removed) = old
-                .without(known.map(|entry| entry.key()))
-                .ok_or(UnknownRegion(id))?;
-            Ok((next, removed.region()))
-        })
+        let handle = |entry| Registration::of(self, entry);
+        entries.into_iter().map(handle).collect()
     }
 
     /// Whether every byte of `bytes` is page-locked: true for
@@ -285,36 +252,35 @@ impl Registry {
         self.announced.fetch_max(generation, Ordering::Relaxed);
     }
 
-    pub(crate) fn register_for(
-        &self,
-        owner: Owner,
-        state: RegionState,
-        region: Region,
-    ) -> RegionId {
-        let id = RegionId::draw(region);
-        self.add(&[RegionEntry::new(id, region, owner).in_state(state)]);
-        id
+    pub(crate) fn register_as(&self, state: RegionState, region: Region) -> Registration<'_> {
+        self.register_entry(RegionEntry::new(region, Owner::Handle).in_state(state))
     }
 
-    /// As [`register_for`](Self::register_for) for a handle, if none of
-    /// `region` is registered. Otherwise the first such part is the error, and
-    /// nothing is changed. That is one step: of two threads one is refused.
+    fn register_entry(&self, entry: RegionEntry) -> Registration<'_> {
+        self.add(&[entry]);
+        Registration::of(self, entry)
+    }
+
+    /// As [`register_as`](Self::register_as), if none of `region` is registered.
+    /// Otherwise the first such part is the error, and nothing is changed. That is
+    /// one step: of two threads one is refused.
     #[cfg(feature = "cuda")]
     pub(crate) fn register_alone(
         &self,
         state: RegionState,
         region: Region,
-    ) -> Result<RegionId, Region> {
-        let id = RegionId::draw(region);
-        let entry = RegionEntry::new(id, region, Owner::Handle).in_state(state);
+    ) -> Result<Registration<'_>, Region> {
+        let entry = RegionEntry::new(region, Owner::Handle).in_state(state);
         self.publish(|old| match old.first_region(Span::from(region)) {
             Some(registered) => Err(registered),
-            None => Ok((old.with(&[entry]), id)),
-        })
+            None => Ok((old.with(&[entry]), ())),
+        })?;
+        Ok(Registration::of(self, entry))
     }
 
-    /// Removes what handles registered, in one publish.
-    pub(crate) fn unregister_handles(&self, ids: &[RegionId]) {
+    /// Removes the entries of handles, in one publish. Whoever calls it has the
+    /// handles, and uses them no more.
+    pub(crate) fn remove_handles(&self, ids: &[RegionId]) {
         self.remove(|_| ids.iter().map(|id| id.key()));
     }
 
@@ -324,8 +290,9 @@ impl Registry {
         let _ = self.publish(|old| Ok::<_, ()>((old.with_state(ids, state).ok_or(())?, ())));
     }
 
-    pub(crate) fn register_base(&self, region: Region) {
-        let entry = RegionEntry::new(RegionId::draw(region), region, Owner::Base);
+    /// Adds what the free functions note, and returns what it replaces.
+    pub(crate) fn register_base(&self, region: Region) -> Option<Region> {
+        let entry = RegionEntry::new(region, Owner::Base);
         let base = region.start_addr();
         weakened!("base_added_first" => {
             self.add(&[entry]);
@@ -335,17 +302,20 @@ impl Registry {
                 others.collect::<Vec<_>>()
             };
             self.remove(others);
-            return;
+            return None;
         });
         weakened!("replace_in_two_publishes" => {
             self.unregister_base(region.base());
-            return self.add(&[entry]);
+            self.add(&[entry]);
+            return None;
         });
-        self.publish_always(|old| {
-            let replaced = old.without(old.at_base(base).map(|entry| entry.key()));
-            let kept = replaced.as_ref().map_or(old, |(kept, _)| kept);
-            kept.with(&[entry])
-        });
+        self.publish_always(|old| match old.at_base(base) {
+            Some(replaced) => {
+                let kept = old.without([replaced.key()]).unwrap_or_else(|| old.clone());
+                (kept.with(&[entry]), Some(replaced.region()))
+            }
+            None => (old.with(&[entry]), None),
+        })
     }
 
     pub(crate) fn unregister_base(&self, base: *const u8) {
@@ -353,20 +323,19 @@ impl Registry {
     }
 
     fn add(&self, entries: &[RegionEntry]) {
-        self.publish_always(|old| old.with(entries));
+        self.publish_always(|old| (old.with(entries), ()));
     }
 
     /// Removes the registrations that `which` finds, those of them that are
     /// there.
-    fn remove<K: IntoIterator<Item = Key>>(
-        &self,
-        which: impl Fn(&Snapshot) -> K,
-    ) -> Option<RegionEntry> {
-        self.publish(|old| old.without(which(old)).ok_or(())).ok()
+    fn remove<K: IntoIterator<Item = Key>>(&self, which: impl Fn(&Snapshot) -> K) {
+        // An error means that there is nothing to remove.
+        let _ = self.publish(|old| Ok::<_, ()>((old.without(which(old)).ok_or(())?, ())));
     }
 
-    fn publish_always(&self, change: impl Fn(&Snapshot) -> Snapshot) {
-        let Ok(()) = self.publish(|old| Ok::<_, Infallible>((change(old), ())));
+    fn publish_always<R>(&self, change: impl Fn(&Snapshot) -> (Snapshot, R)) -> R {
+        let Ok(result) = self.publish(|old| Ok::<_, Infallible>(change(old)));
+        result
     }
 
     /// Replaces the published snapshot by the one that `change` makes of it,
@@ -449,19 +418,12 @@ modelled_only! {
             Ok(result)
         }
 
-        fn erase_by_address(&self, id: RegionId) -> Result<Region, UnknownRegion> {
-            static BASES: std::sync::Mutex<Vec<(RegionId, usize)>> = std::sync::Mutex::new(vec![]);
-            let mut bases = BASES.lock().expect("no fault panics");
-            bases.extend(self.regions().map(|it| (it.id(), it.region().start_addr())));
-            let base = bases.iter().find(|it| it.0 == id).map_or(0, |it| it.1);
-            drop(bases);
-            let at_base = |old: &Snapshot| {
-                let entries = old.entries().filter(|it| it.key().0 == base);
-                entries.map(|it| it.key()).collect::<Vec<_>>()
-            };
-            self.remove(at_base)
-                .map(|entry| entry.region())
-                .ok_or(UnknownRegion(id))
+        pub(crate) fn erase_by_address(&self, region: Region) {
+            let base = region.start_addr();
+            self.remove(|old| {
+                let first = old.entries().find(|it| it.key().0 == base);
+                first.map(|it| it.key())
+            });
         }
     }
 }

@@ -59,7 +59,7 @@ pub enum Residency {
 }
 
 /// See the head of this file.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Snapshot {
     // The bounds come first: the commonest answer, "nowhere near", is given
     // from this one cache line.
@@ -90,21 +90,18 @@ impl Snapshot {
         Self::of(self.tree.clone().with(added))
     }
 
-    /// This set without the registrations `keys`, and the first of those;
+    /// This set without the registrations `keys`, those of them that are in it;
     /// `None` if there is none of them.
-    pub(crate) fn without(
-        &self,
-        keys: impl IntoIterator<Item = Key>,
-    ) -> Option<(Self, RegionEntry)> {
+    pub(crate) fn without(&self, keys: impl IntoIterator<Item = Key>) -> Option<Self> {
         let mut tree = self.tree.clone();
-        let mut first = None;
+        let mut known = false;
         for key in keys {
-            if let Some(entry) = tree.get(key) {
+            if tree.get(key).is_some() {
                 tree = tree.without(key);
-                first.get_or_insert(entry);
+                known = true;
             }
         }
-        Some((Self::of(tree), first?))
+        known.then(|| Self::of(tree))
     }
 
     /// This set with the state of the registrations `ids` changed, those of
@@ -119,10 +116,6 @@ impl Snapshot {
             }
         }
         known.then(|| Self::of(tree))
-    }
-
-    pub(crate) fn get(&self, id: RegionId) -> Option<RegionEntry> {
-        self.tree.get(id.key())
     }
 
     /// What the free functions registered at `base`.

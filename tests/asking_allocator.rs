@@ -12,7 +12,7 @@ use std::cell::Cell;
 use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 
-use pinned_hosts::{Region, RegionId, global};
+use pinned_hosts::{Region, Registration, global};
 
 static REGISTERED: [u8; 64] = [1; 64];
 static NEVER_REGISTERED: [u8; 64] = [2; 64];
@@ -97,7 +97,7 @@ fn answers_in<R>(f: impl FnOnce() -> R) -> (R, Answers) {
 /// `REGISTERED` in the process-wide registry, and one test at a time: a hold
 /// of another test's reader would keep an old snapshot.
 struct Registered {
-    id: RegionId,
+    registration: Option<Registration<'static>>,
     _one_at_a_time: MutexGuard<'static, ()>,
 }
 
@@ -107,14 +107,14 @@ impl Registered {
         let guard = ONE_AT_A_TIME.lock();
         Self {
             _one_at_a_time: guard.unwrap_or_else(PoisonError::into_inner),
-            id: global().register(Region::of(&REGISTERED).unwrap()),
+            registration: Some(global().register(Region::of(&REGISTERED).unwrap())),
         }
     }
 }
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        let _ = global().unregister(self.id);
+        self.registration.take().unwrap().unregister();
     }
 }
 
@@ -163,11 +163,11 @@ fn a_writer_may_allocate_and_free_through_an_allocator_that_looks_up() {
     let buffer = vec![0u8; 3000];
     let (_, answers) = answers_in(|| {
         let each = buffer.chunks(1).map(|byte| Region::of(byte).unwrap());
-        let mut ids = global().register_all(each.clone().take(2500));
-        ids.extend(each.skip(2500).map(|region| global().register(region)));
+        let mut registrations = global().register_all(each.clone().take(2500));
+        registrations.extend(each.skip(2500).map(|region| global().register(region)));
         assert!(pinned_hosts::is_pinned(&buffer));
-        for id in ids {
-            global().unregister(id).unwrap();
+        for registration in registrations {
+            registration.unregister();
         }
     });
     assert!(answers.allocations > 500 && answers.frees > 500);
@@ -181,7 +181,7 @@ fn a_writer_may_free_what_a_reader_held_through_an_allocator_that_looks_up() {
     let _registered = Registered::new();
     let buffer = vec![0u8; 3000];
     let each = buffer.chunks(1).map(|byte| Region::of(byte).unwrap());
-    let ids = global().register_all(each);
+    let registrations = global().register_all(each);
 
     let (looked_up, wait_for_lookup) = mpsc::channel();
     let (let_go, wait_for_main) = mpsc::channel::<()>();
@@ -191,8 +191,8 @@ fn a_writer_may_free_what_a_reader_held_through_an_allocator_that_looks_up() {
         let _ = wait_for_main.recv();
     });
     wait_for_lookup.recv().unwrap();
-    for id in ids {
-        global().unregister(id).unwrap();
+    for registration in registrations {
+        registration.unregister();
     }
     let _ = pinned_hosts::live_count();
     let_go.send(()).unwrap();
@@ -209,8 +209,8 @@ fn a_writer_may_free_what_a_reader_held_through_an_allocator_that_looks_up() {
 fn publish(times: usize) {
     static BYTE: [u8; 1] = [3];
     for _ in 0..times {
-        let id = global().register(Region::of(&BYTE).unwrap());
-        global().unregister(id).unwrap();
+        let registration = global().register(Region::of(&BYTE).unwrap());
+        registration.unregister();
     }
 }
 
@@ -221,11 +221,11 @@ fn an_allocator_may_register_now_and_then_while_a_writer_allocates_and_frees() {
     let _registered = Registered::new();
     let buffer = vec![0u8; 3000];
     let each = buffer.chunks(1).map(|byte| Region::of(byte).unwrap());
-    let ids = global().register_all(each);
+    let registrations = global().register_all(each);
     // Holds an old snapshot, so that to let go of it leaves work for the writers.
     let reader = global().reader();
-    for id in ids {
-        global().unregister(id).unwrap();
+    for registration in registrations {
+        registration.unregister();
     }
     drop(reader);
     PUBLISHES.set(100);

@@ -8,7 +8,7 @@ use std::ptr;
 
 use super::*;
 use crate::entry::{Owner, RegionState};
-use crate::region::{Region, RegionId};
+use crate::region::Region;
 
 /// Numbers that look random, the same ones for the same seed.
 struct Numbers(u64);
@@ -25,7 +25,7 @@ impl Numbers {
 
 fn entry(start: usize, len: usize) -> RegionEntry {
     let region = Region::new(ptr::without_provenance(start), len).unwrap();
-    RegionEntry::new(RegionId::draw(region), region, Owner::Id)
+    RegionEntry::new(region, Owner::Handle)
 }
 
 /// Some long ones among short ones, of which some start alike.
