@@ -91,7 +91,7 @@ impl<'r> Reader<'r> {
     pub(crate) fn new(registry: &'r Registry) -> Self {
         Self {
             registry,
-            snapshot: registry.snapshot(),
+            snapshot: registry.newest(),
         }
     }
 

@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use crate::entry::{Owner, RegionEntry, RegionState};
 use crate::listing::{Regions, Segments};
+use crate::process::Process;
 use crate::reader::Reader;
 use crate::region::{Key, Region, RegionId};
 use crate::registration::Registration;
@@ -61,6 +62,9 @@ pub struct Registry {
     /// publish. It is what readers look at: see `reader.rs`.
     announced: AtomicU64,
     retired: Retired<Snapshot>,
+    /// The [`Process`] that made the registry, or the descendant that has caught
+    /// up with the announcement since ([`catch_up`](Self::catch_up)).
+    home: AtomicU64,
     sections: Sections,
 }
 
@@ -72,6 +76,7 @@ impl Registry {
             published: ArcSwap::new(Arc::new(Snapshot::empty())),
             announced: AtomicU64::new(0),
             retired: Retired::new(),
+            home: AtomicU64::new(Process::current().number()),
             sections: Sections::new(),
         }
     }
@@ -233,6 +238,37 @@ impl Registry {
 
     pub(crate) fn snapshot(&self) -> Arc<Snapshot> {
         self.published.load_full()
+    }
+
+    /// The published snapshot, for a reader that knows of a newer one than it has.
+    pub(crate) fn newest(&self) -> Arc<Snapshot> {
+        let newest = self.snapshot();
+        // No process of the models forks.
+        if !cfg!(loom) && newest.generation < self.announced() {
+            return self.catch_up(newest);
+        }
+        newest
+    }
+
+    /// Sees to it that what is announced gets published. `newest` is older: a
+    /// writer is about to publish, or it was when this process was forked, and is
+    /// not in this process. Then this thread publishes the same set once more, or
+    /// each lookup would look for a newer one for ever. So a lookup of a forked
+    /// child may publish, once.
+    #[cold]
+    fn catch_up(&self, newest: Arc<Snapshot>) -> Arc<Snapshot> {
+        let process = Process::current().number();
+        // Relaxed, here and below: to publish once too often does no harm.
+        if self.home.load(Ordering::Relaxed) == process {
+            return newest;
+        }
+        // An error means that a writer of this process was first.
+        let _ = self.publish(|old| match old.generation < self.announced() {
+            true => Ok((old.clone(), ())),
+            false => Err(()),
+        });
+        self.home.store(process, Ordering::Relaxed);
+        self.snapshot()
     }
 
     #[inline]
@@ -437,5 +473,58 @@ impl Default for Registry {
 impl fmt::Debug for Registry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.regions()).finish()
+    }
+}
+
+#[cfg(all(test, target_os = "linux", not(loom)))]
+mod tests {
+    use super::*;
+    use crate::process::tests::in_child;
+
+    static BYTES: [u8; 64] = [0; 64];
+
+    /// A registry of one region, of which a writer has announced the next
+    /// generation, and has yet to publish it.
+    fn announced() -> Registry {
+        let registry = Registry::new();
+        let _ = Region::of(&BYTES).map(|region| registry.register(region));
+        registry.announce(2);
+        registry
+    }
+
+    /// Whether a reader that has the published snapshot is told of no newer one.
+    fn is_caught_up(registry: &Registry) -> bool {
+        registry.announced() <= registry.snapshot().generation
+    }
+
+    #[test]
+    fn a_child_that_lost_a_writer_catches_up_at_its_first_lookup() {
+        let registry = announced();
+        let mut reader = registry.reader();
+        assert!(in_child(|| {
+            let is_pinned = reader.is_pinned(&BYTES);
+            is_pinned && is_caught_up(&registry) && registry.live_count() == 1
+        }));
+        assert!(in_child(|| in_child(|| {
+            registry.reader().is_pinned(&BYTES) && is_caught_up(&registry)
+        })));
+    }
+
+    #[test]
+    fn a_child_catches_up_once() {
+        let registry = announced();
+        assert!(in_child(|| {
+            let _ = registry.reader();
+            // A writer of the child's own.
+            registry.announce(3);
+            registry.reader().is_pinned(&BYTES) && registry.snapshot().generation == 2
+        }));
+    }
+
+    #[test]
+    fn beside_a_living_writer_no_lookup_publishes() {
+        let registry = announced();
+        assert!(registry.reader().is_pinned(&BYTES));
+        assert_eq!(registry.snapshot().generation, 1);
     }
 }
