@@ -8,6 +8,12 @@
 //! one published: no update is lost and nobody waits for a lock. What is built
 //! is a pure function of the old snapshot and the change, so building it again
 //! is harmless; it shares with the old one all that is unchanged (`tree.rs`).
+//!
+//! To build anew would never end for a change of many registrations beside
+//! writers of few, which are quicker. So what was built is kept, and what the
+//! others have published meanwhile is put into it (`tree/diff.rs`), which takes
+//! a time that depends on their changes alone.
+//!
 //! Whatever must happen once (drawing an id, running the caller's iterator, a
 //! driver call) is done outside.
 //!
@@ -263,9 +269,9 @@ impl Registry {
             return newest;
         }
         // An error means that a writer of this process was first.
-        let _ = self.publish(|old| match old.generation < self.announced() {
-            true => Ok((old.clone(), ())),
-            false => Err(()),
+        let _ = self.publish(|old| {
+            let is_behind = old.generation < self.announced();
+            is_behind.then(|| (old.clone(), ())).ok_or(())
         });
         self.home.store(process, Ordering::Relaxed);
         self.snapshot()
@@ -317,13 +323,15 @@ impl Registry {
     /// Removes the entries of handles, in one publish. Whoever calls it has the
     /// handles, and uses them no more.
     pub(crate) fn remove_handles(&self, ids: &[RegionId]) {
-        self.remove(|_| ids.iter().map(|id| id.key()));
+        let keys = || ids.iter().map(|id| id.key());
+        // An error means that there is nothing to remove.
+        let _ = self.publish_own(ids.len(), |old| old.without(keys()).ok_or(()));
     }
 
     /// Changes the state of the entries `ids`, in one publish.
     pub(crate) fn set_state(&self, ids: &[RegionId], state: RegionState) {
         // An error means that there is nothing to change.
-        let _ = self.publish(|old| Ok::<_, ()>((old.with_state(ids, state).ok_or(())?, ())));
+        let _ = self.publish_own(ids.len(), |old| old.with_state(ids, state).ok_or(()));
     }
 
     /// Adds what the free functions note, and returns what it replaces.
@@ -345,13 +353,13 @@ impl Registry {
             self.add(&[entry]);
             return None;
         });
-        self.publish_always(|old| match old.at_base(base) {
-            Some(replaced) => {
-                let kept = old.without([replaced.key()]).unwrap_or_else(|| old.clone());
-                (kept.with(&[entry]), Some(replaced.region()))
-            }
-            None => (old.with(&[entry]), None),
-        })
+        let Ok(replaced) = self.publish(|old| {
+            let replaced = old.at_base(base);
+            let kept = old.without(replaced.map(|it| it.key()));
+            let next = kept.as_ref().unwrap_or(old).with(&[entry]);
+            Ok::<_, Infallible>((next, replaced.map(|it| it.region())))
+        });
+        replaced
     }
 
     pub(crate) fn unregister_base(&self, base: *const u8) {
@@ -359,7 +367,7 @@ impl Registry {
     }
 
     fn add(&self, entries: &[RegionEntry]) {
-        self.publish_always(|old| (old.with(entries), ()));
+        let Ok(()) = self.publish_own(entries.len(), |old| Ok::<_, Infallible>(old.with(entries)));
     }
 
     /// Removes the registrations that `which` finds, those of them that are
@@ -369,9 +377,14 @@ impl Registry {
         let _ = self.publish(|old| Ok::<_, ()>((old.without(which(old)).ok_or(())?, ())));
     }
 
-    fn publish_always<R>(&self, change: impl Fn(&Snapshot) -> (Snapshot, R)) -> R {
-        let Ok(result) = self.publish(|old| Ok::<_, Infallible>(change(old)));
-        result
+    /// As [`publish`](Self::publish), for a change of `count` registrations that
+    /// nobody else changes: new ones, or those of the caller's handles.
+    fn publish_own<E>(
+        &self,
+        count: usize,
+        change: impl Fn(&Snapshot) -> Result<Snapshot, E>,
+    ) -> Result<(), E> {
+        self.publish_rebasing(worth(count), |old| Ok((change(old)?, ())))
     }
 
     /// Replaces the published snapshot by the one that `change` makes of it,
@@ -382,6 +395,17 @@ impl Registry {
     /// has nothing to change.
     fn publish<R, E>(
         &self,
+        change: impl Fn(&Snapshot) -> Result<(Snapshot, R), E>,
+    ) -> Result<R, E> {
+        self.publish_rebasing(0, change)
+    }
+
+    /// As [`publish`](Self::publish). If another writer was first, and what it has
+    /// changed can be put into what was built, in up to `steps` steps, `change` is
+    /// not called again.
+    fn publish_rebasing<R, E>(
+        &self,
+        steps: usize,
         change: impl Fn(&Snapshot) -> Result<(Snapshot, R), E>,
     ) -> Result<R, E> {
         let mut current = self.published.load();
@@ -403,7 +427,9 @@ impl Registry {
             // announced no more than the winner, which began with the same
             // snapshot.
             self.announce(generation);
-            let previous = self.published.compare_and_swap(&current, Arc::new(next));
+            let new = Arc::new(next);
+            let built = (steps > 0).then(|| Arc::clone(&new));
+            let previous = self.published.compare_and_swap(&current, new);
             weakened!("announced_once_published" => {
                 self.announced.fetch_max(generation, Ordering::Relaxed);
             });
@@ -426,9 +452,26 @@ impl Registry {
             weakened!("generation_kept_on_retry" => {
                 return self.publish_unannounced(&previous, generation, change);
             });
-            (next, result) = change(&previous)?;
+            // By value, so that the tree is edited in place.
+            let built = built.map(|it| Snapshot::clone(&it));
+            let rebased = built.and_then(|it| it.rebased(&current, &previous, steps));
+            (next, result) = match rebased {
+                Some(next) => (next, result),
+                None => change(&previous)?,
+            };
             current = previous;
         }
+    }
+}
+
+/// How many steps it is worth to put the changes of others into one that changes
+/// `count` registrations, rather than build it anew. Of one or a few, never: to
+/// build takes no longer than to look at the difference.
+fn worth(count: usize) -> usize {
+    match count {
+        0 | 1 => 0,
+        _ if cfg!(loom) => 16 * count,
+        _ => count / 16,
     }
 }
 
@@ -476,8 +519,80 @@ impl fmt::Debug for Registry {
     }
 }
 
-#[cfg(all(test, target_os = "linux", not(loom)))]
+#[cfg(all(test, not(loom)))]
 mod tests {
+    use super::*;
+
+    fn region(start: usize) -> Region {
+        Region::new(std::ptr::without_provenance(start), 1).expect("not null, and short")
+    }
+
+    /// How many times a change of `count` registrations is built if `others`
+    /// registrations are published while it is built the first time.
+    fn builds(registry: &Registry, count: usize, others: usize) -> usize {
+        let entries: Vec<_> = (1..=count)
+            .map(|k| RegionEntry::new(region(10 * k), Owner::Handle))
+            .collect();
+        let before = registry.live_count();
+        let builds = std::cell::Cell::new(0);
+        let Ok(()) = registry.publish_own(count, |old| {
+            builds.set(builds.get() + 1);
+            if builds.get() == 1 {
+                for k in 1..=others {
+                    let _ = registry.register(region(10 * k + 5));
+                }
+            }
+            Ok::<_, Infallible>(old.with(&entries))
+        });
+        assert_eq!(registry.live_count(), before + count + others);
+        let starts: Vec<_> = registry
+            .regions()
+            .map(|it| it.region().start_addr())
+            .collect();
+        assert!(starts.is_sorted());
+        builds.get()
+    }
+
+    #[test]
+    fn a_change_of_many_is_built_once_beside_changes_of_few() {
+        for others in [1, 2, 10, 100] {
+            assert_eq!(builds(&Registry::new(), 10_000, others), 1);
+        }
+        let registry = Registry::new();
+        let _ = registry.register_all((1..5000).map(|k| region(10 * k + 3)));
+        assert_eq!(builds(&registry, 10_000, 10), 1);
+    }
+
+    #[test]
+    fn beside_a_change_of_as_many_a_change_is_built_anew() {
+        assert_eq!(builds(&Registry::new(), 1000, 500), 2);
+        assert_eq!(builds(&Registry::new(), 1, 1), 2);
+    }
+
+    #[test]
+    fn what_others_change_meanwhile_is_in_what_many_handles_change() {
+        let registry = Registry::new();
+        let many = registry.register_all((1..=2000).map(|k| region(10 * k)));
+        let ids: Vec<_> = many.iter().map(Registration::id).collect();
+        let others = std::cell::Cell::new(Some(registry.register(region(7))));
+        let builds = std::cell::Cell::new(0);
+        let Ok(()) = registry.publish_own(ids.len(), |old| {
+            builds.set(builds.get() + 1);
+            if let Some(other) = others.take() {
+                other.unregister();
+                let _ = registry.register(region(8));
+            }
+            let next = old.without(ids.iter().map(|id| id.key()));
+            Ok::<_, Infallible>(next.expect("they are there"))
+        });
+        assert_eq!(builds.get(), 1);
+        let left: Vec<_> = registry.regions().map(|it| it.region()).collect();
+        assert_eq!(left, [region(8)]);
+    }
+}
+
+#[cfg(all(test, target_os = "linux", not(loom)))]
+mod fork_tests {
     use super::*;
     use crate::process::tests::in_child;
 

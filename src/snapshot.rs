@@ -118,6 +118,12 @@ impl Snapshot {
         known.then(|| Self::of(tree))
     }
 
+    /// This set with what makes `newer` of `older`; see [`Tree::rebased`].
+    pub(crate) fn rebased(self, older: &Self, newer: &Self, limit: usize) -> Option<Self> {
+        let tree = self.tree.rebased(&older.tree, &newer.tree, limit)?;
+        Some(Self::of(tree))
+    }
+
     /// What the free functions registered at `base`.
     pub(crate) fn at_base(&self, base: usize) -> Option<RegionEntry> {
         self.tree.starting_at(base).find(RegionEntry::is_bases)

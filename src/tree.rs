@@ -14,6 +14,7 @@
 //! its root is a leaf. What a node stores for its readers, and how it is
 //! searched, is in `tree/node.rs`.
 
+mod diff;
 mod node;
 #[cfg(all(test, not(loom)))]
 mod tests;
