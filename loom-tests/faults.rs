@@ -128,6 +128,12 @@ pub(crate) const FAULTS: &[Fault] = &[
         reason: "an update was lost|a removal was lost",
     },
     Fault {
+        name: "rebase_forgets",
+        what: "a change of many that lost the race publishes what it built, without the winner's change",
+        found_by: &["register_all_against_others"],
+        reason: "an update was lost, or a removal",
+    },
+    Fault {
         name: "torn_arrays",
         what: "a snapshot is published before all of its arrays are those of its regions",
         found_by: &[

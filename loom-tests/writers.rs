@@ -7,10 +7,10 @@ use loom::sync::Arc;
 use loom::thread;
 use pinned_hosts::{Registry, Residency, global, is_pinned, live_count, register};
 
-use crate::cells::{Flag, a, at_once, b, bc, c, region};
+use crate::cells::{Flag, a, abc, at_once, b, bc, c, region};
 use crate::model::Model;
 
-pub(crate) const MODELS: [Model; 8] = [
+pub(crate) const MODELS: [Model; 9] = [
     Model {
         name: "two_writers_register",
         promise: "of two registrations at once, both are there once both have returned",
@@ -180,6 +180,34 @@ pub(crate) const MODELS: [Model; 8] = [
                     part => panic!("register_all was seen in part: {part:?}"),
                 },
             );
+        },
+    },
+    Model {
+        name: "register_all_against_others",
+        promise: "a change of many that puts another writer's change into what it has built loses neither",
+        outcomes: &["many were first", "many were last"],
+        furthest: Some(3),
+        body: |witness| {
+            let registry = global();
+            let removed = registry.register(region(abc()));
+            at_once(
+                move || {
+                    let _ = registry.register_all([region(b()), region(c())]);
+                },
+                move || {
+                    removed.unregister();
+                    let were_first = registry.is_pinned(bc());
+                    let _ = registry.register(region(a()));
+                    witness.saw(if were_first {
+                        "many were first"
+                    } else {
+                        "many were last"
+                    });
+                },
+            );
+            let left: Vec<_> = registry.regions().map(|it| it.region()).collect();
+            let expected = [a(), b(), c()].map(region);
+            assert_eq!(left, expected, "an update was lost, or a removal");
         },
     },
     Model {
