@@ -37,7 +37,7 @@ fn many(c: &mut Criterion) {
                 Registry::new,
                 |registry| {
                     let regions = black_box(workload.regions());
-                    registry.register_all(regions.iter().copied().map(region));
+                    let _ = registry.register_all(regions.iter().copied().map(region));
                     registry
                 },
                 BatchSize::PerIteration,

@@ -87,6 +87,18 @@ pub(crate) const FAULTS: &[Fault] = &[
         reason: "was not seen",
     },
     Fault {
+        name: "announced_once",
+        what: "a writer that begins anew announces nothing more",
+        found_by: &["a_winner_sees_the_losers_change"],
+        reason: "was not seen",
+    },
+    Fault {
+        name: "generation_kept_on_retry",
+        what: "a writer that begins anew keeps the generation of its first attempt",
+        found_by: &["a_winner_sees_the_losers_change"],
+        reason: "was not seen",
+    },
+    Fault {
         name: "reader_skips_compare",
         what: "a reader never looks whether a newer snapshot is there",
         found_by: &[
@@ -114,6 +126,12 @@ pub(crate) const FAULTS: &[Fault] = &[
         what: "a publish that lost the race is given up",
         found_by: &["two_writers_register", "register_against_unregister"],
         reason: "an update was lost|a removal was lost",
+    },
+    Fault {
+        name: "rebase_forgets",
+        what: "a change of many that lost the race publishes what it built, without the winner's change",
+        found_by: &["register_all_against_others"],
+        reason: "an update was lost, or a removal",
     },
     Fault {
         name: "torn_arrays",
@@ -158,8 +176,8 @@ pub(crate) const FAULTS: &[Fault] = &[
     Fault {
         name: "id_reuse",
         what: "an id is drawn again",
-        found_by: &["an_old_id_does_not_remove_a_new_entry"],
-        reason: "an old id removed a new entry",
+        found_by: &["a_handle_removes_its_own_entry"],
+        reason: "a handle removed another's entry",
     },
     Fault {
         name: "id_drawn_in_two_steps",
@@ -169,15 +187,39 @@ pub(crate) const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "erase_by_address",
-        what: "an id removes whatever is registered at its address now",
-        found_by: &["an_old_id_does_not_remove_a_new_entry"],
-        reason: "an old id removed a new entry",
+        what: "a handle removes the first of what is registered at its address",
+        found_by: &["a_handle_removes_its_own_entry"],
+        reason: "a handle removed another's entry",
     },
     Fault {
         name: "reader_leaks",
         what: "a thread's reader is never dropped",
         found_by: &["a_threads_reader_is_dropped_with_it"],
         reason: "leaked",
+    },
+    Fault {
+        name: "reader_frees",
+        what: "a writer drops its hold on what it superseded, without keeping it for a later writer",
+        found_by: &["a_reader_frees_nothing", "two_writers_retire"],
+        reason: "a reader freed",
+    },
+    Fault {
+        name: "held_is_dropped",
+        what: "a walk drops its hold on what a reader still holds",
+        found_by: &["a_reader_frees_nothing", "two_writers_retire"],
+        reason: "a reader freed",
+    },
+    Fault {
+        name: "retired_is_lost",
+        what: "a writer gives up when another one put something on the stack at the same time",
+        found_by: &["two_writers_retire"],
+        reason: "leaked",
+    },
+    Fault {
+        name: "retired_not_released",
+        what: "what is put on the stack of superseded snapshots is not released",
+        found_by: &["two_writers_retire"],
+        reason: UNORDERED,
     },
     Fault {
         name: "no_answer_past_the_reader",

@@ -39,7 +39,7 @@ pub(crate) const MODELS: [Model; 6] = [
         body: |witness| {
             let registry = global();
             let change = move || {
-                registry.register(region(a()));
+                let _ = registry.register(region(a()));
             };
             hand_over(witness, change, move || {
                 let mut reader = registry.reader();
@@ -54,9 +54,9 @@ pub(crate) const MODELS: [Model; 6] = [
         furthest: None,
         body: |witness| {
             let registry = global();
-            let id = registry.register(region(a()));
+            let registration = registry.register(region(a()));
             let change = move || {
-                registry.unregister(id).unwrap();
+                registration.unregister();
             };
             hand_over(witness, change, move || {
                 let mut reader = registry.reader();
@@ -72,7 +72,7 @@ pub(crate) const MODELS: [Model; 6] = [
         body: |witness| {
             let registry = global();
             let change = move || {
-                registry.register(region(a()));
+                let _ = registry.register(region(a()));
             };
             hand_over(witness, change, move || move || registry.is_pinned(a()));
         },
@@ -84,9 +84,9 @@ pub(crate) const MODELS: [Model; 6] = [
         furthest: None,
         body: |witness| {
             let registry = global();
-            let id = registry.register(region(a()));
+            let registration = registry.register(region(a()));
             let change = move || {
-                registry.unregister(id).unwrap();
+                registration.unregister();
             };
             hand_over(witness, change, move || move || !registry.is_pinned(a()));
         },

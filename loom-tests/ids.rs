@@ -1,41 +1,32 @@
 //! Ids name registrations, not addresses, and are drawn once.
 
-use loom::sync::Arc;
-use pinned_hosts::Registry;
+use pinned_hosts::{Registry, global};
 
 use crate::cells::{a, at_once, region};
 use crate::model::Model;
 
 pub(crate) const MODELS: [Model; 2] = [
     Model {
-        name: "an_old_id_does_not_remove_a_new_entry",
-        promise: "once removed, an id cannot take away what is registered at its address later",
-        outcomes: &["left removed it", "right removed it"],
+        name: "a_handle_removes_its_own_entry",
+        promise: "of several registrations of the same bytes, a handle removes its own",
+        outcomes: &["alone", "beside a new one"],
         furthest: None,
         body: |witness| {
-            let registry = Arc::new(Registry::new());
-            let old = registry.register(region(a()));
-            let (left, right) = (Arc::clone(&registry), Arc::clone(&registry));
-            let ((removed_left, new), removed_right) = at_once(
+            let registry = global();
+            let kept = registry.register(region(a())).id();
+            let removed = registry.register(region(a()));
+            let ((), new) = at_once(
                 move || {
-                    let removed = left.unregister(old).is_ok();
-                    (removed, left.register(region(a())))
+                    removed.unregister();
+                    witness.saw(match registry.live_count() {
+                        1 => "alone",
+                        _ => "beside a new one",
+                    });
                 },
-                move || right.unregister(old).is_ok(),
+                move || registry.register(region(a())).id(),
             );
-            assert!(registry.is_pinned(a()), "an old id removed a new entry");
-            assert!(
-                removed_left != removed_right,
-                "an id was removed twice, or never"
-            );
-            witness.saw(if removed_left {
-                "left removed it"
-            } else {
-                "right removed it"
-            });
-            assert!(registry.unregister(old).is_err());
-            registry.unregister(new).unwrap();
-            assert_eq!(registry.live_count(), 0);
+            let left: Vec<_> = registry.regions().map(|it| it.id()).collect();
+            assert_eq!(left, [kept, new], "a handle removed another's entry");
         },
     },
     Model {
@@ -47,8 +38,8 @@ pub(crate) const MODELS: [Model; 2] = [
             // Two registries: the writers meet at the counter of ids alone. One
             // region: an id is more than the number only by its address.
             let (left, right) = at_once(
-                || Registry::new().register(region(a())),
-                || Registry::new().register(region(a())),
+                || Registry::new().register(region(a())).id(),
+                || Registry::new().register(region(a())).id(),
             );
             assert_ne!(left, right, "one id was drawn twice");
             witness.saw(if left < right {

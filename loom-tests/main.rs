@@ -18,6 +18,8 @@ mod ids;
 #[cfg(loom)]
 mod model;
 #[cfg(loom)]
+mod retired;
+#[cfg(loom)]
 mod runner;
 #[cfg(loom)]
 mod sections;

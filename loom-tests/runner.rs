@@ -13,7 +13,7 @@ use comfy_table::{Table, presets};
 
 use crate::faults::{FAULTS, Fault, VARIABLE};
 use crate::model::{Bound, Model};
-use crate::{debt, hand_over, ids, sections, snapshots, threads, writers};
+use crate::{debt, hand_over, ids, retired, sections, snapshots, threads, writers};
 
 /// Explores the models of pinned-hosts with loom, then puts each known fault
 /// in and demands that the models named for it find it.
@@ -44,6 +44,7 @@ fn models() -> impl Iterator<Item = &'static Model> {
         .chain(&snapshots::MODELS)
         .chain(&ids::MODELS)
         .chain(&threads::MODELS)
+        .chain(&retired::MODELS)
         .chain(&sections::MODELS)
         .chain(&debt::MODELS)
 }

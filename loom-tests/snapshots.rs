@@ -55,13 +55,12 @@ pub(crate) const MODELS: [Model; 11] = [
         outcomes: &["mixed", "pageable"],
         furthest: None,
         body: |witness| {
-            let writer = Arc::new(Registry::new());
-            let first = writer.register(region(b()));
-            let registry = Arc::clone(&writer);
+            let registry = global();
+            let first = registry.register(region(b()));
             at_once(
                 move || {
-                    writer.unregister(first).unwrap();
-                    writer.register(region(c()));
+                    first.unregister();
+                    let _ = registry.register(region(c()));
                 },
                 move || {
                     // Either half was pinned at some time, both never.
@@ -104,8 +103,8 @@ pub(crate) const MODELS: [Model; 11] = [
             let reader = Arc::clone(&writer);
             at_once(
                 move || {
-                    writer.register(region(c()));
-                    writer.register_all([region(a()), region(b())]);
+                    let _ = writer.register(region(c()));
+                    let _ = writer.register_all([region(a()), region(b())]);
                 },
                 move || {
                     let parts: Vec<_> = reader
@@ -144,7 +143,9 @@ pub(crate) const MODELS: [Model; 11] = [
             let writer = Arc::new(Registry::new());
             let registry = Arc::clone(&writer);
             at_once(
-                move || writer.register(region(a())),
+                move || {
+                    let _ = writer.register(region(a()));
+                },
                 move || {
                     let mut reader = registry.reader();
                     in_order(witness, std::array::from_fn(|_| reader.is_pinned(a())));
@@ -161,7 +162,9 @@ pub(crate) const MODELS: [Model; 11] = [
             let writer = Arc::new(Registry::new());
             let registry = Arc::clone(&writer);
             at_once(
-                move || writer.register(region(a())),
+                move || {
+                    let _ = writer.register(region(a()));
+                },
                 move || in_order(witness, std::array::from_fn(|_| registry.is_pinned(a()))),
             );
         },
@@ -174,7 +177,9 @@ pub(crate) const MODELS: [Model; 11] = [
         body: |witness| {
             let registry = global();
             at_once(
-                move || registry.register(region(a())),
+                move || {
+                    let _ = registry.register(region(a()));
+                },
                 move || {
                     // The first snapshot, for it to be misled by.
                     let mut reader = registry.reader();
@@ -221,7 +226,7 @@ fn whole(witness: &'static Witness, look: impl FnOnce(&Registry) -> [Residency; 
     at_once(
         move || {
             for next in [bc(), a(), abc()] {
-                registry.register(region(next));
+                let _ = registry.register(region(next));
             }
         },
         move || {

@@ -7,10 +7,10 @@ use loom::sync::Arc;
 use loom::thread;
 use pinned_hosts::{Registry, Residency, global, is_pinned, live_count, register};
 
-use crate::cells::{a, at_once, b, bc, c, region};
+use crate::cells::{Flag, a, abc, at_once, b, bc, c, region};
 use crate::model::Model;
 
-pub(crate) const MODELS: [Model; 7] = [
+pub(crate) const MODELS: [Model; 9] = [
     Model {
         name: "two_writers_register",
         promise: "of two registrations at once, both are there once both have returned",
@@ -22,14 +22,14 @@ pub(crate) const MODELS: [Model; 7] = [
             let registry = Arc::clone(&left);
             at_once(
                 move || {
-                    left.register(region(a()));
+                    let _ = left.register(region(a()));
                     assert!(left.is_pinned(a()), "an update was lost");
                     if !left.is_pinned(b()) {
                         witness.saw("left was first");
                     }
                 },
                 move || {
-                    right.register(region(b()));
+                    let _ = right.register(region(b()));
                     assert!(right.is_pinned(b()), "an update was lost");
                     if !right.is_pinned(a()) {
                         witness.saw("right was first");
@@ -65,24 +65,51 @@ pub(crate) const MODELS: [Model; 7] = [
         },
     },
     Model {
+        name: "a_winner_sees_the_losers_change",
+        promise: "what a writer that had to begin anew has registered is seen by the one that was first",
+        outcomes: &["handed over", "not yet"],
+        furthest: None,
+        body: |witness| {
+            let _ = global();
+            let flag = Flag::new();
+            let raised = flag.clone();
+            at_once(
+                move || {
+                    register(b().as_ptr(), b().len());
+                    flag.raise();
+                },
+                move || {
+                    register(a().as_ptr(), a().len());
+                    // So that this thread's reader has a snapshot to be misled by.
+                    assert!(is_pinned(a()), "a thread's own change was not seen");
+                    if raised.is_raised() {
+                        assert!(is_pinned(b()), "the other writer's change was not seen");
+                        witness.saw("handed over");
+                    } else {
+                        witness.saw("not yet");
+                    }
+                },
+            );
+        },
+    },
+    Model {
         name: "register_against_unregister",
         promise: "a registration and a removal at once both take effect",
         outcomes: &["the removal was first", "the registration was first"],
         furthest: None,
         body: |witness| {
-            let registry = Arc::new(Registry::new());
-            let id = registry.register(region(a()));
-            let (left, right) = (Arc::clone(&registry), Arc::clone(&registry));
+            let registry = global();
+            let registration = registry.register(region(a()));
             at_once(
                 move || {
-                    left.unregister(id).unwrap();
-                    if !left.is_pinned(b()) {
+                    registration.unregister();
+                    if !registry.is_pinned(b()) {
                         witness.saw("the removal was first");
                     }
                 },
                 move || {
-                    right.register(region(b()));
-                    if right.is_pinned(a()) {
+                    let _ = registry.register(region(b()));
+                    if registry.is_pinned(a()) {
                         witness.saw("the registration was first");
                     }
                 },
@@ -101,7 +128,7 @@ pub(crate) const MODELS: [Model; 7] = [
             let writers = [a(), b(), c()].map(|bytes| {
                 let registry = Arc::clone(&registry);
                 thread::spawn(move || {
-                    registry.register(region(bytes));
+                    let _ = registry.register(region(bytes));
                     witness.saw(match registry.live_count() {
                         1 => "one was first",
                         2 => "one was second",
@@ -144,13 +171,43 @@ pub(crate) const MODELS: [Model; 7] = [
             let writer = Arc::new(Registry::new());
             let reader = Arc::clone(&writer);
             at_once(
-                move || writer.register_all([region(b()), region(c())]),
+                move || {
+                    let _ = writer.register_all([region(b()), region(c())]);
+                },
                 move || match reader.residency(bc()) {
                     Residency::Pageable => witness.saw("none"),
                     Residency::Seam => witness.saw("all"),
                     part => panic!("register_all was seen in part: {part:?}"),
                 },
             );
+        },
+    },
+    Model {
+        name: "register_all_against_others",
+        promise: "a change of many that puts another writer's change into what it has built loses neither",
+        outcomes: &["many were first", "many were last"],
+        furthest: Some(3),
+        body: |witness| {
+            let registry = global();
+            let removed = registry.register(region(abc()));
+            at_once(
+                move || {
+                    let _ = registry.register_all([region(b()), region(c())]);
+                },
+                move || {
+                    removed.unregister();
+                    let were_first = registry.is_pinned(bc());
+                    let _ = registry.register(region(a()));
+                    witness.saw(if were_first {
+                        "many were first"
+                    } else {
+                        "many were last"
+                    });
+                },
+            );
+            let left: Vec<_> = registry.regions().map(|it| it.region()).collect();
+            let expected = [a(), b(), c()].map(region);
+            assert_eq!(left, expected, "an update was lost, or a removal");
         },
     },
     Model {
@@ -178,7 +235,9 @@ pub(crate) const MODELS: [Model; 7] = [
                         "the other was not first"
                     });
                 },
-                move || other.register(region(a())),
+                move || {
+                    let _ = other.register(region(a()));
+                },
             );
             assert!(
                 registry.is_pinned(a()),

@@ -6,14 +6,12 @@ use crate::region::{Key, Region, RegionId};
 /// Who made a registration, and so who may take it away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
-    /// The typed interface: removed by id.
-    Id,
+    /// The typed interface: removed by its [`Registration`](crate::Registration)
+    /// alone. Were it gone while the memory is pinned, a copy from it would not be
+    /// waited for.
+    Handle,
     /// The free functions: removed by base address.
     Base,
-    /// A handle that keeps the memory pinned (a `PinnedBuffer`, a
-    /// `Registration`), which alone may remove it: were it gone while the
-    /// memory is pinned, a copy from it would not be waited for.
-    Handle,
 }
 
 /// How far a registration is between being made and being gone. In each of
@@ -45,7 +43,12 @@ pub struct RegionEntry {
 }
 
 impl RegionEntry {
-    pub(crate) fn new(id: RegionId, region: Region, owner: Owner) -> Self {
+    /// A new one, with an id that nobody has had before.
+    pub(crate) fn new(region: Region, owner: Owner) -> Self {
+        Self::known_by(RegionId::draw(region), region, owner)
+    }
+
+    pub(crate) fn known_by(id: RegionId, region: Region, owner: Owner) -> Self {
         Self {
             id,
             region,
@@ -96,13 +99,14 @@ impl RegionEntry {
         self.owner == Owner::Base
     }
 
-    /// Whether only a handle may remove this entry.
-    pub(crate) fn is_handles(&self) -> bool {
-        self.owner == Owner::Handle
-    }
-
     pub(crate) fn key(&self) -> Key {
         self.id.key()
+    }
+
+    /// The least key that is greater.
+    pub(crate) fn key_after(&self) -> Key {
+        let (start, number) = self.key();
+        (start, number + 1)
     }
 
     pub(crate) fn marks(&self) -> Marks {

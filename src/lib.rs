@@ -12,7 +12,9 @@ mod pin;
 mod process;
 mod reader;
 mod region;
+mod registration;
 mod registry;
+mod retired;
 mod section;
 mod snapshot;
 mod span;
@@ -24,9 +26,10 @@ use sync::{modelled_only, process_wide};
 
 pub use entry::{RegionEntry, RegionState};
 pub use listing::{Regions, Segment, Segments};
-pub use pin::{PinError, Registration, UnpinError};
+pub use pin::{PinError, UnpinError};
 pub use reader::Reader;
-pub use region::{Region, RegionError, RegionId, UnknownRegion};
+pub use region::{Region, RegionError, RegionId};
+pub use registration::Registration;
 pub use registry::Registry;
 pub use section::{GraceError, Section};
 pub use snapshot::Residency;
@@ -34,6 +37,8 @@ pub use snapshot::Residency;
 modelled_only! {
     #[doc(hidden)]
     pub use reader::{after_the_threads_reader, enter_and_ask_residency};
+    #[doc(hidden)]
+    pub use retired::{Hold, RetiredHolds};
 }
 
 /// The process-wide registry: the one that the free functions of this crate
@@ -54,10 +59,10 @@ modelled_only! {
 /// use pinned_hosts::{Region, global};
 ///
 /// let buffer = vec![0u8; 64];
-/// let id = global().register(Region::of(&buffer)?);
+/// let registration = global().register(Region::of(&buffer)?);
 /// assert!(pinned_hosts::is_pinned(&buffer));
-/// global().unregister(id)?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// registration.unregister();
+/// # Ok::<(), pinned_hosts::RegionError>(())
 /// ```
 #[must_use]
 pub fn global() -> &'static Registry {
@@ -71,12 +76,18 @@ pub fn global() -> &'static Registry {
 /// page-locked.
 ///
 /// A null `ptr` or zero `bytes` is ignored. The same `ptr` again replaces the
-/// length. A length that runs past the end of the address space is cut there:
-/// when unsure, the answer is "pinned".
+/// length; a shorter one is logged as a warning, since copies from the rest are
+/// not waited for any more. A length that runs past the end of the address space
+/// is cut there: when unsure, the answer is "pinned".
 ///
 /// Call it *before* the memory is pinned, or before anybody else can hold a
-/// slice of it. [`Registry::register`] is the typed form, with errors; what it
-/// registers cannot be taken away by [`unregister`].
+/// slice of it.
+///
+/// This function and [`unregister`] are for programs that know memory by its
+/// address alone. Any safe code of the program can undo what they noted: by
+/// `unregister`, and by `register` with another length. [`Registry::register`]
+/// is the typed form, with errors; it gives a [`Registration`], and nothing
+/// else removes what it registered.
 ///
 /// ```
 /// let buffer = vec![0u8; 64];
@@ -89,7 +100,7 @@ pub fn register(ptr: *const u8, bytes: usize) {
     let Ok(region) = Region::saturating(ptr, bytes) else {
         return;
     };
-    global().register_base(region);
+    let replaced = global().register_base(region);
     if region.len() < bytes {
         log::emit(|| {
             tracing::warn!(
@@ -100,12 +111,27 @@ pub fn register(ptr: *const u8, bytes: usize) {
             );
         });
     }
+    if let Some(replaced) = replaced
+        && replaced.len() > region.len()
+    {
+        log::emit(|| {
+            tracing::warn!(
+                base = ?ptr,
+                bytes = region.len(),
+                bytes_before = replaced.len(),
+                "a registration was replaced by a shorter one of the same base, and the rest \
+                 counts as pageable now; if the rest is still page-locked, register the longer \
+                 range again, and parts of it with Registry::register, which replaces nothing"
+            );
+        });
+    }
 }
 
-/// Takes away what [`register`] noted at exactly this `ptr`.
+/// Removes what [`register`] noted at exactly this `ptr`, whichever code of the
+/// program has noted it.
 ///
 /// A null or unknown `ptr` is ignored, an address inside a region too. It
-/// cannot take away what the typed interface or a buffer registered.
+/// cannot remove what the typed interface or a buffer registered.
 ///
 /// Call it *after* the memory was unpinned. Whoever pins memory through driver
 /// calls of their own vouches for this order: once a region is gone, copies

@@ -5,10 +5,10 @@ use std::fmt;
 use std::iter::FusedIterator;
 
 use crate::entry::RegionEntry;
+use crate::region::Key;
 use crate::snapshot::{Residency, Snapshot};
 use crate::span::Span;
 use crate::sync::Arc;
-use crate::tree::Entries;
 
 /// A part of a slice, from [`Registry::segments`](crate::Registry::segments).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,15 +70,18 @@ impl FusedIterator for Segments<'_> {}
 /// [`Registry::regions`](crate::Registry::regions).
 #[derive(Clone)]
 pub struct Regions {
-    entries: Entries,
+    snapshot: Arc<Snapshot>,
+    /// No key of those that are left is less.
+    from: Key,
     left: usize,
 }
 
 impl Regions {
-    pub(crate) fn new(snapshot: &Snapshot) -> Self {
+    pub(crate) fn new(snapshot: Arc<Snapshot>) -> Self {
         Self {
-            entries: snapshot.entries(),
+            from: (0, 0),
             left: snapshot.len(),
+            snapshot,
         }
     }
 }
@@ -93,7 +96,8 @@ impl Iterator for Regions {
     type Item = RegionEntry;
 
     fn next(&mut self) -> Option<RegionEntry> {
-        let entry = self.entries.next()?;
+        let entry = self.snapshot.first_from(self.from)?;
+        self.from = entry.key_after();
         self.left -= 1;
         Some(entry)
     }

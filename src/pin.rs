@@ -6,8 +6,9 @@ use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
-use crate::entry::{Owner, RegionState};
+use crate::entry::RegionState;
 use crate::region::{Region, RegionId};
+use crate::registration::Registration;
 use crate::registry::Registry;
 use crate::section::GraceError;
 use crate::sync::{modelled_only, weakened};
@@ -72,48 +73,10 @@ impl Registry {
     ) -> Result<Registration<'_>, PinError<E>> {
         weakened!("publish_after_pin" => {
             pin().map_err(PinError::Driver)?;
-            let id = self.register_for(Owner::Handle, RegionState::Live, region);
-            return Ok(Registration { registry: self, id, region });
+            return Ok(self.register(region));
         });
-        let id = self.register_for(Owner::Handle, RegionState::Pinning, region);
-        self.pin_registered(id, region, limit, pin)
-    }
-
-    /// Pins `region`, whose entry `id` is in the state `Pinning`.
-    pub(crate) fn pin_registered<E>(
-        &self,
-        id: RegionId,
-        region: Region,
-        limit: Option<Duration>,
-        pin: impl FnOnce() -> Result<(), E>,
-    ) -> Result<Registration<'_>, PinError<E>> {
-        weakened!("no_grace_period_on_pin" => {
-            let pinned = pin();
-            self.set_state(&[id], RegionState::Live);
-            return match pinned {
-                Ok(()) => Ok(Registration { registry: self, id, region }),
-                Err(error) => Err(PinError::Driver(error)),
-            };
-        });
-        let pinned = match self.wait_for_sections(limit) {
-            Ok(()) => pin().map_err(PinError::Driver),
-            Err(error) => Err(PinError::Grace(error)),
-        };
-        match pinned {
-            Ok(()) => {
-                self.set_state(&[id], RegionState::Live);
-                Ok(Registration {
-                    registry: self,
-                    id,
-                    region,
-                })
-            }
-            Err(error) => {
-                weakened!("failed_pin_stays" => { return Err(error) });
-                self.unregister_handles(&[id]);
-                Err(error)
-            }
-        }
+        self.register_as(RegionState::Pinning, region)
+            .pin(limit, pin)
     }
 
     /// Makes the entries `ids` retiring, and waits until no copy is under way
@@ -124,7 +87,7 @@ impl Registry {
             return self.wait_for_sections(limit);
         });
         weakened!("retract_before_unpin" => {
-            self.unregister_handles(ids);
+            self.remove_handles(ids);
             return self.wait_for_sections(limit);
         });
         self.set_state(ids, RegionState::Retiring);
@@ -152,9 +115,9 @@ impl Registry {
         self.retire(&ids, limit).map_err(PinError::Grace)?;
         let mut unpinned = Vec::with_capacity(ids.len());
         let mut first_error = None;
-        registrations.retain(|registration| match unpin(registration.region) {
+        registrations.retain(|registration| match unpin(registration.region()) {
             Ok(()) => {
-                unpinned.push(registration.id);
+                unpinned.push(registration.id());
                 false
             }
             Err(error) => {
@@ -164,7 +127,7 @@ impl Registry {
         });
         weakened!("unpin_all_retracts_all" => { unpinned.clone_from(&ids) });
         unpinned.sort_unstable();
-        self.unregister_handles(&unpinned);
+        self.remove_handles(&unpinned);
         // Those that are left.
         self.set_state(&ids, RegionState::Live);
         first_error.map_or(Ok(()), Err)
@@ -185,32 +148,39 @@ modelled_only! {
     }
 }
 
-/// Memory that [`Registry::pin_with`] has pinned.
-///
-/// It stays pinned, and registered, until [`unpin_with`](Self::unpin_with).
-/// Dropping this only forgets how to unpin it.
-#[must_use = "without it the memory stays pinned and registered for ever"]
-pub struct Registration<'r> {
-    registry: &'r Registry,
-    id: RegionId,
-    region: Region,
-}
-
 impl<'r> Registration<'r> {
-    /// The name of the entry.
-    #[must_use]
-    pub fn id(&self) -> RegionId {
-        self.id
-    }
-
-    /// The memory.
-    #[must_use]
-    pub fn region(&self) -> Region {
-        self.region
+    /// Pins the memory, whose entry is in the state `Pinning`.
+    pub(crate) fn pin<E>(
+        self,
+        limit: Option<Duration>,
+        pin: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Self, PinError<E>> {
+        let ids = [self.id()];
+        weakened!("no_grace_period_on_pin" => {
+            let pinned = pin();
+            self.registry.set_state(&ids, RegionState::Live);
+            return pinned.map(|()| self).map_err(PinError::Driver);
+        });
+        let pinned = match self.registry.wait_for_sections(limit) {
+            Ok(()) => pin().map_err(PinError::Driver),
+            Err(error) => Err(PinError::Grace(error)),
+        };
+        match pinned {
+            Ok(()) => {
+                self.registry.set_state(&ids, RegionState::Live);
+                Ok(self)
+            }
+            Err(error) => {
+                weakened!("failed_pin_stays" => { return Err(error) });
+                self.unregister();
+                Err(error)
+            }
+        }
     }
 
     /// Unpins the memory through `unpin`, which calls the driver, while other
-    /// threads may be copying from it in sections.
+    /// threads may be copying from it in sections, and removes the registration.
+    /// It does not matter who pinned the memory.
     ///
     /// The region counts as pinned, and as
     /// [retiring](crate::RegionState::Retiring), until after the driver call.
@@ -250,17 +220,15 @@ impl<'r> Registration<'r> {
         limit: Option<Duration>,
         unpin: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), UnpinError<'r, E>> {
-        let ids = [self.id];
+        let ids = [self.id()];
         let reason = match self.registry.retire(&ids, limit) {
             Ok(()) => match unpin() {
                 Ok(()) => {
-                    self.registry.unregister_handles(&ids);
+                    self.unregister();
                     return Ok(());
                 }
                 Err(error) => {
-                    weakened!("failed_unpin_retracts" => {
-                        self.registry.unregister_handles(&ids)
-                    });
+                    weakened!("failed_unpin_retracts" => { self.registry.remove_handles(&ids) });
                     self.registry.set_state(&ids, RegionState::Live);
                     PinError::Driver(error)
                 }
@@ -272,15 +240,6 @@ impl<'r> Registration<'r> {
             registration: self,
             reason,
         })
-    }
-}
-
-impl fmt::Debug for Registration<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Registration")
-            .field("id", &self.id)
-            .field("region", &self.region)
-            .finish_non_exhaustive()
     }
 }
 
@@ -320,7 +279,8 @@ impl<E: fmt::Display> fmt::Display for UnpinError<'_, E> {
         write!(
             f,
             "{} is still page-locked: {}",
-            self.registration.region, self.reason
+            self.registration.region(),
+            self.reason
         )
     }
 }

@@ -29,6 +29,11 @@ impl Process {
     pub(crate) fn is_current(self) -> bool {
         self == Self::current()
     }
+
+    /// All of it in one number, for an atomic.
+    pub(crate) fn number(self) -> u64 {
+        (self.generation << 32) | u64::from(self.id)
+    }
 }
 
 /// A number that differs between a process and each of its descendants; 0 in
@@ -111,11 +116,11 @@ fn generation() -> u64 {
 }
 
 #[cfg(all(test, target_os = "linux", not(loom)))]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     /// Whether `check` holds in a child.
-    fn in_child(check: impl FnOnce() -> bool) -> bool {
+    pub(crate) fn in_child(check: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child runs nothing but `check`, which takes no lock.
         let child = unsafe { libc::fork() };
         if child == 0 {
@@ -137,7 +142,8 @@ mod tests {
         assert!(in_child(|| {
             let child = Process::current();
             let differs = child.generation != parent.generation;
-            differs && !parent.is_current() && child.is_current()
+            let numbers_differ = child.number() != parent.number();
+            differs && numbers_differ && !parent.is_current() && child.is_current()
         }));
         assert!(parent.is_current());
     }

@@ -73,10 +73,10 @@ use crate::sync::{Arc, Cell, Unheld, modelled_only, per_thread, weakened};
 /// let buffer = vec![0u8; 64];
 /// assert!(!reader.is_pinned(&buffer));
 ///
-/// let id = registry.register(Region::of(&buffer)?);
+/// let registration = registry.register(Region::of(&buffer)?);
 /// assert!(reader.is_pinned(&buffer[10..20]));
-/// # registry.unregister(id)?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # registration.unregister();
+/// # Ok::<(), pinned_hosts::RegionError>(())
 /// ```
 ///
 /// [`Registry`]: crate::Registry
@@ -91,7 +91,7 @@ impl<'r> Reader<'r> {
     pub(crate) fn new(registry: &'r Registry) -> Self {
         Self {
             registry,
-            snapshot: registry.snapshot(),
+            snapshot: registry.newest(),
         }
     }
 
@@ -153,7 +153,7 @@ impl<'r> Reader<'r> {
     /// [r]: crate::Registry::regions
     #[must_use]
     pub fn regions(&mut self) -> Regions {
-        Regions::new(self.snapshot())
+        Regions::new(Arc::clone(self.snapshot()))
     }
 
     /// How many registrations there are. See [`Registry::live_count`][r].

@@ -1,5 +1,5 @@
-//! What is registered: [`Region`], the [`RegionId`] a registration is known
-//! by, and the errors of making one and of taking one away.
+//! What is registered: [`Region`], the error of making one, and the [`RegionId`]
+//! that a registration is known by.
 
 use std::error::Error;
 use std::fmt;
@@ -151,11 +151,10 @@ impl fmt::Display for RegionError {
 
 impl Error for RegionError {}
 
-/// The name of one registration.
+/// The name of one registration. It only identifies: a
+/// [`Registration`](crate::Registration) removes.
 ///
-/// Ids are unique in the process, over all registries, and are never used
-/// again, so an old id cannot take away a newer registration of the same
-/// address, nor one of another registry.
+/// Ids are unique in the process, over all registries, and are never used again.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId {
     number: u64,
@@ -220,32 +219,3 @@ impl fmt::Debug for RegionId {
         f.debug_tuple("RegionId").field(&self.number).finish()
     }
 }
-
-/// [`Registry::unregister`](crate::Registry::unregister) was given an id that
-/// the registry does not hold.
-///
-/// The registration was removed before, or belongs to another registry, or to
-/// a handle that keeps it. The registry is unchanged.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct UnknownRegion(pub(crate) RegionId);
-
-impl UnknownRegion {
-    /// The id that was not found.
-    #[must_use]
-    pub fn id(&self) -> RegionId {
-        self.0
-    }
-}
-
-impl fmt::Display for UnknownRegion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{:?} cannot be unregistered here: it was removed before, or belongs to another \
-             registry, or to a handle (a PinnedBuffer, a Registration), which keeps it",
-            self.0
-        )
-    }
-}
-
-impl Error for UnknownRegion {}

@@ -37,7 +37,7 @@ use crate::entry::{RegionEntry, RegionState};
 use crate::region::{Key, Region, RegionId};
 use crate::span::Span;
 use crate::sync::modelled_only;
-use crate::tree::{Around, Entries, Tree};
+use crate::tree::{Around, Tree};
 
 /// What the bytes of a slice are, as far as the registry knows.
 ///
@@ -58,10 +58,8 @@ pub enum Residency {
     Mixed,
 }
 
-/// See the head of this file. Its drop must stay trivial (it frees the nodes that
-/// no other snapshot shares, and does nothing else), because the last thread to
-/// let go of a snapshot may be a reader.
-#[derive(Debug)]
+/// See the head of this file.
+#[derive(Clone, Debug)]
 pub(crate) struct Snapshot {
     // The bounds come first: the commonest answer, "nowhere near", is given
     // from this one cache line.
@@ -92,21 +90,18 @@ impl Snapshot {
         Self::of(self.tree.clone().with(added))
     }
 
-    /// This set without the registrations `keys`, and the first of those;
+    /// This set without the registrations `keys`, those of them that are in it;
     /// `None` if there is none of them.
-    pub(crate) fn without(
-        &self,
-        keys: impl IntoIterator<Item = Key>,
-    ) -> Option<(Self, RegionEntry)> {
+    pub(crate) fn without(&self, keys: impl IntoIterator<Item = Key>) -> Option<Self> {
         let mut tree = self.tree.clone();
-        let mut first = None;
+        let mut known = false;
         for key in keys {
-            if let Some(entry) = tree.get(key) {
+            if tree.get(key).is_some() {
                 tree = tree.without(key);
-                first.get_or_insert(entry);
+                known = true;
             }
         }
-        Some((Self::of(tree), first?))
+        known.then(|| Self::of(tree))
     }
 
     /// This set with the state of the registrations `ids` changed, those of
@@ -123,8 +118,10 @@ impl Snapshot {
         known.then(|| Self::of(tree))
     }
 
-    pub(crate) fn get(&self, id: RegionId) -> Option<RegionEntry> {
-        self.tree.get(id.key())
+    /// This set with what makes `newer` of `older`; see [`Tree::rebased`].
+    pub(crate) fn rebased(self, older: &Self, newer: &Self, limit: usize) -> Option<Self> {
+        let tree = self.tree.rebased(&older.tree, &newer.tree, limit)?;
+        Some(Self::of(tree))
     }
 
     /// What the free functions registered at `base`.
@@ -263,13 +260,18 @@ impl Snapshot {
         self.tree.len()
     }
 
-    pub(crate) fn entries(&self) -> Entries {
-        self.tree.iter()
+    /// The first registration whose key is `key` or greater.
+    pub(crate) fn first_from(&self, key: Key) -> Option<RegionEntry> {
+        self.tree.first_from(key)
     }
 }
 
 modelled_only! {
     impl Snapshot {
+        pub(crate) fn entries(&self) -> impl Iterator<Item = RegionEntry> {
+            self.tree.iter()
+        }
+
         /// These regions, with the reaches of others.
         pub(crate) fn torn(&self, old: &Self) -> Self {
             Self::of(self.tree.torn(&old.tree))

@@ -29,7 +29,7 @@ pub(crate) use no_faults::*;
 mod real {
     pub(crate) use std::cell::{Cell, RefCell};
     pub(crate) use std::sync::Arc;
-    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+    pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
     use std::thread;
     use std::time::Duration;
 
@@ -211,32 +211,6 @@ impl Drop for Counted {
     }
 }
 
-/// What is kept for whoever replaces it to let go of. Nobody waits for it: who
-/// finds another thread at it lets go of the new value at once. The models leave
-/// it out, since it only keeps things longer.
-#[derive(Debug)]
-pub(crate) struct Tidied<T>(std::sync::Mutex<Option<T>>);
-
-impl<T> Default for Tidied<T> {
-    fn default() -> Self {
-        Self(std::sync::Mutex::new(None))
-    }
-}
-
-impl<T> Tidied<T> {
-    pub(crate) fn replace(&self, value: T) {
-        if cfg!(loom) {
-            return;
-        }
-        let before = match self.0.try_lock() {
-            Ok(mut kept) => kept.replace(value),
-            Err(_) => Some(value),
-        };
-        // Not under the lock: to drop it may run code of the program's.
-        drop(before);
-    }
-}
-
 /// Tells its owner from others, and whether the owner lives, to tidy up by. Like
 /// a tally, it orders nothing, and the models leave it out.
 #[derive(Debug, Default)]
@@ -274,8 +248,7 @@ mod modelled {
 
     use super::is_weakened;
     use loom::cell::UnsafeCell;
-    use loom::sync::atomic::AtomicUsize;
-    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
     /// Lets the other threads run: loom has no time to wait for.
     pub(crate) fn pause(_round: u32) {
@@ -385,6 +358,10 @@ mod modelled {
     impl<T> Arc<T> {
         pub(crate) fn new(value: T) -> Self {
             Self(loom::sync::Arc::new(UnsafeCell::new(value)))
+        }
+
+        pub(crate) fn strong_count(this: &Self) -> usize {
+            loom::sync::Arc::strong_count(&this.0)
         }
 
         pub(crate) fn ptr_eq(this: &Self, other: &Self) -> bool {

@@ -14,11 +14,12 @@
 //! its root is a leaf. What a node stores for its readers, and how it is
 //! searched, is in `tree/node.rs`.
 
+mod diff;
 mod node;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-use std::fmt;
+use std::{fmt, iter};
 
 use crate::entry::{Marks, RegionEntry};
 use crate::region::Key;
@@ -137,7 +138,7 @@ impl Tree {
     }
 
     /// The first registration whose key is `key` or greater.
-    fn first_from(&self, key: Key) -> Option<RegionEntry> {
+    pub(crate) fn first_from(&self, key: Key) -> Option<RegionEntry> {
         let mut node = &*self.root;
         let mut behind = None;
         loop {
@@ -239,16 +240,18 @@ impl Tree {
         search(&self.root, start, end, &marked)
     }
 
-    pub(crate) fn iter(&self) -> Entries {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = RegionEntry> {
         self.iter_from((0, 0))
     }
 
-    /// Those whose key is `key` or greater.
-    fn iter_from(&self, key: Key) -> Entries {
-        Entries {
-            tree: self.clone(),
-            from: key,
-        }
+    /// Those whose key is `key` or greater. The iterator keeps no place in the
+    /// tree, only the key it has come to: so it needs no memory.
+    fn iter_from(&self, mut key: Key) -> impl Iterator<Item = RegionEntry> {
+        iter::from_fn(move || {
+            let entry = self.first_from(key)?;
+            key = entry.key_after();
+            Some(entry)
+        })
     }
 
     /// Those that start at `address`.
@@ -336,24 +339,5 @@ modelled_only! {
             root.reaches = old.root.reaches;
             Self { root: Shared::new(root), len: self.len }
         }
-    }
-}
-
-/// Registrations in order. It keeps no place in the tree, only the key it has
-/// come to: so it needs no memory of its own.
-#[derive(Clone)]
-pub(crate) struct Entries {
-    tree: Tree,
-    from: Key,
-}
-
-impl Iterator for Entries {
-    type Item = RegionEntry;
-
-    fn next(&mut self) -> Option<RegionEntry> {
-        let entry = self.tree.first_from(self.from)?;
-        let (start, number) = entry.key();
-        self.from = (start, number + 1);
-        Some(entry)
     }
 }

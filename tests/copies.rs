@@ -233,12 +233,12 @@ fn a_slice_over_two_regions_and_pageable_memory_is_split_and_guarded() {
     let bytes = unsafe { std::slice::from_raw_parts(memory.as_ptr().cast::<u8>(), 6000) };
     // An odd seam: it cuts an element in two.
     let parts = [&bytes[1000..2001], &bytes[2001..3000]].map(|part| {
-        let id = global().register(Region::of(part).unwrap());
+        let registration = global().register(Region::of(part).unwrap());
         // SAFETY: `memory` outlives the registration.
         let code =
             unsafe { sys::cuMemHostRegister_v2(part.as_ptr().cast_mut().cast(), part.len(), 1) };
         assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-        (part, id)
+        (part, registration)
     });
     assert_eq!(residency(bytes), Residency::Mixed);
     assert_eq!(residency(&bytes[1000..3000]), Residency::Seam);
@@ -256,11 +256,11 @@ fn a_slice_over_two_regions_and_pageable_memory_is_split_and_guarded() {
 
     let stats = rig.copier.stats();
     assert_eq!((stats.guarded, stats.split), (2, 2));
-    for (part, id) in parts {
+    for (part, registration) in parts {
         // SAFETY: registered above, and nothing is in flight.
         let code = unsafe { sys::cuMemHostUnregister(part.as_ptr().cast_mut().cast()) };
         assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-        global().unregister(id).unwrap();
+        registration.unregister();
     }
     rig.assert_sound();
 }

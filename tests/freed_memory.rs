@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 
-use pinned_hosts::{Region, RegionId, global};
+use pinned_hosts::{Region, Registration, global};
 
 struct Overwriting;
 
@@ -77,7 +77,7 @@ static SEAMS: [u8; 6000] = [1; 6000];
 
 /// `SEAMS` in the process-wide registry, and one test at a time.
 struct Registered {
-    ids: Vec<RegionId>,
+    registrations: Vec<Registration<'static>>,
     _one_at_a_time: MutexGuard<'static, ()>,
 }
 
@@ -88,13 +88,13 @@ impl Registered {
         let regions = SEAMS.chunks(1).map(|byte| Region::of(byte).unwrap());
         Self {
             _one_at_a_time: guard.unwrap_or_else(PoisonError::into_inner),
-            ids: global().register_all(regions),
+            registrations: global().register_all(regions),
         }
     }
 
     fn unregister_all(&mut self) {
-        for id in self.ids.drain(..) {
-            global().unregister(id).unwrap();
+        for registration in self.registrations.drain(..) {
+            registration.unregister();
         }
     }
 }
@@ -119,8 +119,8 @@ impl Publishing {
         let thread = thread::spawn(move || {
             let other = vec![0u8; 64];
             while !seen.load(Ordering::Relaxed) {
-                let id = global().register(Region::of(&other).unwrap());
-                global().unregister(id).unwrap();
+                let registration = global().register(Region::of(&other).unwrap());
+                registration.unregister();
                 // Whoever shares the processor gets to ask.
                 thread::yield_now();
             }
@@ -197,8 +197,8 @@ fn what_a_thread_asks_once_its_reader_is_gone_is_not_freed_while_others_publish(
             hint::spin_loop();
         }
         let answer = loop {
-            let id = global().register(Region::of(&other).unwrap());
-            global().unregister(id).unwrap();
+            let registration = global().register(Region::of(&other).unwrap());
+            registration.unregister();
             match answers.try_recv() {
                 Err(mpsc::TryRecvError::Empty) => {}
                 answer => break answer,
@@ -210,11 +210,15 @@ fn what_a_thread_asks_once_its_reader_is_gone_is_not_freed_while_others_publish(
 }
 
 #[test]
-fn a_thread_that_exits_frees_the_snapshot_that_it_alone_held() {
+fn a_thread_that_exits_leaves_the_snapshot_that_it_alone_held_to_a_writer_to_free() {
     let mut registered = Registered::new();
     let (looked_up, wait_for_lookup) = mpsc::channel();
     let (let_go, wait_for_main) = mpsc::channel::<()>();
-    let before = FREED.load(Ordering::Relaxed);
+    let freed_in = |run: &mut dyn FnMut()| {
+        let before = FREED.load(Ordering::Relaxed);
+        run();
+        FREED.load(Ordering::Relaxed) - before
+    };
     let thread = thread::spawn(move || {
         assert!(pinned_hosts::is_pinned(&SEAMS));
         looked_up.send(()).unwrap();
@@ -223,18 +227,21 @@ fn a_thread_that_exits_frees_the_snapshot_that_it_alone_held() {
     });
     wait_for_lookup.recv().unwrap();
     registered.unregister_all();
-    let_go.send(()).unwrap();
-    thread.join().unwrap();
+    let mut thread = Some(thread);
+    let by_the_thread = freed_in(&mut || {
+        let_go.send(()).unwrap();
+        thread.take().unwrap().join().unwrap();
+    });
+    assert!(by_the_thread < 10_000, "{by_the_thread} bytes");
 
+    let by_a_writer = freed_in(&mut || {
+        COUNTS.set(true);
+        for _ in 0..4 {
+            let registration = global().register(Region::of(&SEAMS).unwrap());
+            registration.unregister();
+        }
+        COUNTS.set(false);
+    });
     // Some hundred nodes.
-    let freed = FREED.load(Ordering::Relaxed) - before;
-    assert!(freed > 100_000, "{freed} bytes");
-}
-
-#[test]
-fn a_thread_that_has_asked_nothing_frees_no_snapshot_as_it_exits() {
-    let _registered = Registered::new();
-    let before = FREED.load(Ordering::Relaxed);
-    thread::spawn(|| COUNTS.set(true)).join().unwrap();
-    assert!(FREED.load(Ordering::Relaxed) - before < 10_000);
+    assert!(by_a_writer > 100_000, "{by_a_writer} bytes");
 }

@@ -327,7 +327,7 @@ fn memory_that_is_registered_in_part_is_refused_before_the_driver_is_asked() {
     let rig = Rig::new();
     let memory: Arc<[u8]> = vec![7; 100].into();
     let part = Region::of(&memory[40..60]).unwrap();
-    let id = global().register(part);
+    let registration = global().register(part);
     let error = HostRegistration::new(&rig.context, Arc::clone(&memory)).unwrap_err();
     let region = Region::of(&memory).unwrap();
     let registered = part;
@@ -337,7 +337,7 @@ fn memory_that_is_registered_in_part_is_refused_before_the_driver_is_asked() {
     );
     assert!(error.to_string().contains(&part.to_string()), "{error}");
     assert_eq!(rig.sim.calls(REGISTER), 0);
-    global().unregister(id).unwrap();
+    registration.unregister();
     HostRegistration::new(&rig.context, error.memory.unwrap()).unwrap();
 }
 

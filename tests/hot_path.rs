@@ -9,9 +9,10 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::hint::black_box;
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use pinned_hosts::{Region, Registry, global};
+use pinned_hosts::{Reader, Region, Registry, global};
 
 struct Counting;
 
@@ -87,15 +88,14 @@ fn ask<R>(buffer: &[u8], mut ask: impl FnMut(&[u8]) -> R) {
 
 /// Registers `[20, 50)` and `[50, 80)` of the buffer.
 fn register(registry: &Registry, buffer: &[u8]) {
-    registry.register_all([20..50, 50..80].map(|part| Region::of(&buffer[part]).unwrap()));
+    let parts = [20..50, 50..80].map(|part| Region::of(&buffer[part]).unwrap());
+    let _ = registry.register_all(parts);
 }
 
 #[test]
 fn a_lookup_by_the_free_functions_neither_allocates_nor_frees() {
     let buffer = [0u8; 100];
     register(global(), &buffer);
-    // Tests beside this one publish to other registries only: no lookup here
-    // finds a newer snapshot.
     let _ = pinned_hosts::is_pinned(&buffer);
     let counts = counts_of(|| {
         for _ in 0..1000 {
@@ -146,56 +146,115 @@ fn a_lookup_by_a_registry_neither_allocates_nor_frees() {
     assert_eq!(counts, Counts::ZERO);
 }
 
-/// It may free: the thread can be the last to hold its old snapshot, if it
-/// skipped some.
+/// Asks in every way of `registry`: of it, of `reader`, in a section, and of what
+/// lists.
+fn ask_in_every_way(registry: &Registry, reader: &mut Reader<'_>, buffer: &[u8]) {
+    ask(buffer, |bytes| registry.is_pinned(bytes));
+    ask(buffer, |bytes| registry.residency(bytes));
+    ask(buffer, |bytes| registry.region_containing(bytes));
+    ask(buffer, |bytes| registry.is_retiring(bytes));
+    black_box(registry.live_count());
+    ask(buffer, |bytes| reader.is_pinned(bytes));
+    ask(buffer, |bytes| reader.residency(bytes));
+    ask(buffer, |bytes| reader.region_containing(bytes));
+    black_box(reader.live_count());
+    let section = registry.enter();
+    ask(buffer, |bytes| section.is_pinned(bytes));
+    ask(buffer, |bytes| section.residency(bytes));
+    ask(buffer, |bytes| section.region_containing(bytes));
+    ask(buffer, |bytes| section.is_retiring(bytes));
+    drop(section);
+    ask(buffer, |bytes| registry.segments(bytes).count());
+    ask(buffer, |bytes| reader.segments(bytes).count());
+    black_box(registry.regions().count());
+    black_box(reader.regions().count());
+    drop(black_box(reader.clone()));
+}
+
+/// Asks by the free functions.
+fn ask_the_process_wide(buffer: &[u8]) {
+    ask(buffer, pinned_hosts::is_pinned);
+    ask(buffer, pinned_hosts::residency);
+    black_box(pinned_hosts::live_count());
+}
+
+/// What is superseded is left to a writer to free, however many publishes a
+/// reader skips.
 #[test]
-fn the_first_lookup_after_a_publish_does_not_allocate() {
+fn lookups_after_any_number_of_publishes_neither_allocate_nor_free() {
     let buffer = [0u8; 100];
     let registry = Registry::new();
     let mut reader = registry.reader();
-    for _ in 0..100 {
-        register(&registry, &buffer);
-        let counts = counts_of(|| reader.is_pinned(&buffer));
-        assert_eq!(counts.allocations, 0);
+    ask_in_every_way(&registry, &mut reader, &buffer);
+    for publishes in [1, 2, 3, 10, 1, 1, 50, 2] {
+        for _ in 0..publishes {
+            register(&registry, &buffer);
+        }
+        let counts = counts_of(|| ask_in_every_way(&registry, &mut reader, &buffer));
+        assert_eq!(counts, Counts::ZERO, "after {publishes} publishes");
     }
 }
 
-/// That is left to the next writer.
 #[test]
-fn a_lookup_after_each_publish_frees_nothing() {
+fn lookups_by_the_free_functions_after_any_number_of_publishes_neither_allocate_nor_free() {
+    let buffer = [0u8; 100];
+    ask_the_process_wide(&buffer);
+    for publishes in [1, 2, 3, 10, 1, 1, 50, 2] {
+        for _ in 0..publishes {
+            register(global(), &buffer);
+        }
+        let counts = counts_of(|| ask_the_process_wide(&buffer));
+        assert_eq!(counts, Counts::ZERO, "after {publishes} publishes");
+    }
+}
+
+#[test]
+fn what_was_listed_from_an_old_snapshot_is_dropped_without_a_free() {
     let buffer = [0u8; 100];
     let registry = Registry::new();
-    let mut reader = registry.reader();
-    for _ in 0..100 {
+    register(&registry, &buffer);
+    let listed = (registry.regions(), registry.segments(&buffer));
+    for _ in 0..10 {
         register(&registry, &buffer);
-        let counts = counts_of(|| reader.is_pinned(&buffer));
+    }
+    assert_eq!(counts_of(|| drop(listed)), Counts::ZERO);
+}
+
+/// Each lookup may find that several writers have published since the last.
+#[test]
+fn lookups_beside_several_writers_neither_allocate_nor_free() {
+    let buffer = [0u8; 100];
+    let registry = Registry::new();
+    let writers = AtomicUsize::new(2);
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                for _ in 0..2000 {
+                    let registration = registry.register(Region::of(&buffer[20..50]).unwrap());
+                    let other = global().register(Region::of(&buffer[20..50]).unwrap());
+                    registration.unregister();
+                    other.unregister();
+                }
+                writers.fetch_sub(1, Ordering::Relaxed);
+            });
+        }
+        let mut reader = registry.reader();
+        ask_in_every_way(&registry, &mut reader, &buffer);
+        ask_the_process_wide(&buffer);
+        let counts = counts_of(|| {
+            while writers.load(Ordering::Relaxed) > 0 {
+                ask_in_every_way(&registry, &mut reader, &buffer);
+                ask_the_process_wide(&buffer);
+            }
+        });
         assert_eq!(counts, Counts::ZERO);
-    }
-}
-
-#[test]
-fn a_lookup_that_skipped_a_publish_frees_the_old_snapshot_if_nobody_else_holds_it() {
-    let buffer = [0u8; 100];
-    let registry = Registry::new();
-    register(&registry, &buffer);
-    let mut reader = registry.reader();
-    register(&registry, &buffer);
-    register(&registry, &buffer);
-    let counts = counts_of(|| reader.is_pinned(&buffer));
-    assert!(counts.frees > 0);
-}
-
-#[test]
-fn a_call_that_changes_nothing_does_not_allocate() {
-    let buffer = [0u8; 100];
-    let registry = Registry::new();
-    register(&registry, &buffer);
-    let id = registry.regions().next().unwrap().id();
-    registry.unregister(id).unwrap();
-    let counts = counts_of(|| {
-        let _ = registry.register_all([]);
-        let _ = registry.unregister(id);
     });
+}
+
+#[test]
+fn to_register_nothing_does_not_allocate() {
+    let registry = Registry::new();
+    let counts = counts_of(|| registry.register_all([]));
     assert_eq!(counts, Counts::ZERO);
 }
 
@@ -213,8 +272,8 @@ fn registering_is_seen_to_allocate() {
 fn unregistering_is_seen_to_free() {
     let buffer = [0u8; 100];
     let registry = Registry::new();
-    let id = registry.register(Region::of(&buffer).unwrap());
-    let counts = counts_of(|| registry.unregister(id).unwrap());
+    let registration = registry.register(Region::of(&buffer).unwrap());
+    let counts = counts_of(|| registration.unregister());
     assert!(counts.frees > 0);
 }
 

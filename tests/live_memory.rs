@@ -404,7 +404,7 @@ mod one_copy {
                 rig.stream.memcpy_htod(&*source, &mut on_device).unwrap();
             });
             looked_up.wait();
-            let id = global().register(Region::of(&source).unwrap());
+            let registration = global().register(Region::of(&source).unwrap());
             let base = source.as_ptr().cast_mut().cast();
             // SAFETY: the memory outlives its registration.
             let pinned = unsafe { sys::cuMemHostRegister_v2(base, source.len(), 1) };
@@ -414,7 +414,7 @@ mod one_copy {
             // SAFETY: unsound on purpose, but the simulated driver only counts.
             let unpinned = unsafe { sys::cuMemHostUnregister(base) };
             assert_eq!(unpinned, CUresult::CUDA_SUCCESS);
-            global().unregister(id).unwrap();
+            registration.unregister();
         });
         assert_eq!(rig.counters().dead_reads, 1);
     }

@@ -7,7 +7,7 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
 use std::ops::Range;
 
@@ -232,6 +232,9 @@ struct World<'r> {
     /// Whether to ask the free functions too.
     is_process_wide: bool,
     oracle: Oracle,
+    /// Of what was registered and not pinned.
+    registered: HashMap<RegionId, Registration<'r>>,
+    /// Of what was pinned.
     registrations: Vec<Registration<'r>>,
     /// All ids that were given out, with their parts.
     given_out: Vec<(RegionId, Part)>,
@@ -247,6 +250,7 @@ impl<'r> World<'r> {
             idle_reader: registry.reader(),
             is_process_wide: false,
             oracle: Oracle::default(),
+            registered: HashMap::new(),
             registrations: Vec::new(),
             given_out: Vec::new(),
             numbers: Numbers(7),
@@ -283,25 +287,31 @@ impl<'r> World<'r> {
             .into_mut()
     }
 
+    fn note_registered(&mut self, registration: Registration<'r>, part: &Part) -> &mut Known {
+        let id = registration.id();
+        self.registered.insert(id, registration);
+        self.note(id, part, Owner::Id)
+    }
+
     fn register_each(&mut self, parts: &[Part]) {
         for part in parts {
-            let id = self.registry.register(self.region(part));
-            self.note(id, part, Owner::Id);
+            let registration = self.registry.register(self.region(part));
+            self.note_registered(registration, part);
         }
     }
 
     fn register_all(&mut self, parts: &[Part]) {
         let regions: Vec<Region> = parts.iter().map(|part| self.region(part)).collect();
-        let ids = self.registry.register_all(regions);
-        assert_eq!(ids.len(), parts.len());
-        for (id, part) in ids.into_iter().zip(parts) {
-            self.note(id, part, Owner::Id);
+        let registrations = self.registry.register_all(regions);
+        assert_eq!(registrations.len(), parts.len());
+        for (registration, part) in registrations.into_iter().zip(parts) {
+            self.note_registered(registration, part);
         }
     }
 
     fn register_write_combined(&mut self, part: &Part) {
-        let id = self.registry.register_write_combined(self.region(part));
-        self.note(id, part, Owner::Id).write_combined = true;
+        let registration = self.registry.register_write_combined(self.region(part));
+        self.note_registered(registration, part).write_combined = true;
     }
 
     /// The id of the newest registration that starts at `start`, for those
@@ -331,16 +341,16 @@ impl<'r> World<'r> {
             .retain(|&(start, _), known| start != base || known.owner != Owner::Base);
     }
 
-    /// Removes `id`, which may be a stale one or a handle's.
+    /// Removes `id`, unless it was removed before, or is pinned.
     fn unregister(&mut self, id: RegionId, part: &Part) {
-        let removed = self.registry.unregister(id);
         let key = (part.start, id);
-        match self.oracle.known.get(&key) {
-            Some(known) if known.owner != Owner::Handle => {
-                assert_eq!(removed, Ok(self.region(part)));
-                self.oracle.known.remove(&key);
-            }
-            _ => assert_eq!(removed.unwrap_err().id(), id),
+        let known = self.oracle.known.get(&key);
+        if known.is_some_and(|known| known.owner == Owner::Base) {
+            self.unregister_base(part.start);
+        }
+        if let Some(registration) = self.registered.remove(&id) {
+            assert_eq!(registration.unregister(), self.region(part));
+            self.oracle.known.remove(&key);
         }
     }
 
@@ -717,13 +727,20 @@ impl World<'_> {
     }
 }
 
-/// Empties the process-wide registry, also after a case that failed.
-struct LeaveEmpty;
-
-impl Drop for LeaveEmpty {
+/// So that the process-wide registry is empty after a case, also after one that
+/// failed.
+impl Drop for World<'_> {
     fn drop(&mut self) {
-        for entry in global().regions() {
-            let _ = global().unregister(entry.id());
+        for (_, registration) in self.registered.drain() {
+            registration.unregister();
+        }
+        for registration in self.registrations.drain(..) {
+            registration.unregister();
+        }
+        if self.is_process_wide {
+            for entry in global().regions() {
+                pinned_hosts::unregister(entry.region().base());
+            }
         }
     }
 }
@@ -756,7 +773,6 @@ proptest! {
         first in batch(3000),
         ops in vec(process_wide_op(), 0..12),
     ) {
-        let _leave_empty = LeaveEmpty;
         let mut world = World::new(global());
         world.is_process_wide = true;
         world.register_all(&first.parts());
@@ -918,8 +934,6 @@ fn each_of_hundreds_of_regions_at_one_address_is_removed_by_its_id() {
     Numbers(9).shuffle(&mut removable);
     for (k, (id, part)) in removable.iter().enumerate() {
         world.unregister(*id, part);
-        // Once more is an error.
-        world.unregister(*id, part);
         if k.is_multiple_of(50) {
             world.check(20);
         }
@@ -977,10 +991,10 @@ fn what_was_asked_for_before_a_change_is_of_the_old_snapshot() {
     assert_eq!(segments.by_ref().take(500).count(), 500);
 
     for entry in before.iter().skip(400).step_by(3) {
-        registry.unregister(entry.id()).unwrap();
+        world.registered.remove(&entry.id()).unwrap().unregister();
     }
     for start in (10..ARENA - 6).step_by(31) {
-        registry.register(Region::of(&world.arena[start..start + 5]).unwrap());
+        let _ = registry.register(Region::of(&world.arena[start..start + 5]).unwrap());
     }
 
     assert_eq!(listed.collect::<Vec<_>>(), before[500..]);
@@ -994,9 +1008,10 @@ fn ids_of_many_regions_are_given_out_in_their_order_and_once() {
     let world = World::new(&registry);
     let parts = Batch::of(Shape::SameBytes, Order::Ascending, 1000).parts();
     let regions = parts.iter().map(|part| world.region(part));
-    let mut ids = registry.register_all(regions.clone());
-    ids.push(registry.register(world.region(&parts[0])));
-    ids.extend(registry.register_all(regions));
+    let mut registrations = registry.register_all(regions.clone());
+    registrations.push(registry.register(world.region(&parts[0])));
+    registrations.extend(registry.register_all(regions));
+    let ids: Vec<RegionId> = registrations.iter().map(Registration::id).collect();
     assert!(ids.is_sorted_by(|one, next| one < next));
     let listed: Vec<RegionId> = registry.regions().map(|entry| entry.id()).collect();
     assert_eq!(listed, ids);
@@ -1014,9 +1029,6 @@ fn thousands_of_handles_are_pinned_and_unpinned() {
     }
     world.check(100);
     assert!(world.removable().is_empty());
-    for (id, part) in world.given_out.clone() {
-        world.unregister(id, &part);
-    }
     for which in 0..600 {
         world.unpin(which * 7, false, |_| ());
     }

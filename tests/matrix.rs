@@ -119,7 +119,7 @@ fn seen(before: CopyStats, after: CopyStats, result: &Result<(), CudaError>) -> 
 struct Memory {
     bytes: Vec<u8>,
     pinned: Vec<Registration<'static>>,
-    write_combined: Option<pinned_hosts::RegionId>,
+    write_combined: Option<Registration<'static>>,
 }
 
 fn register(bytes: &[u8]) -> Result<(), sys::CUresult> {
@@ -197,8 +197,8 @@ impl Drop for Memory {
             let base = pinned.region().base();
             pinned.unpin_with(|| unregister(base)).unwrap();
         }
-        if let Some(id) = self.write_combined {
-            global().unregister(id).unwrap();
+        if let Some(registration) = self.write_combined.take() {
+            registration.unregister();
         }
     }
 }

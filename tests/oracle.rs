@@ -10,7 +10,9 @@ use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 
 use pinned_hosts::Residency::{Mixed, Pageable, Pinned, Seam};
-use pinned_hosts::{Reader, Region, RegionEntry, RegionId, Registry, Residency, Segment, global};
+use pinned_hosts::{
+    Reader, Region, RegionEntry, RegionId, Registration, Registry, Residency, Segment, global,
+};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -282,8 +284,8 @@ proptest! {
         let registry = Registry::new();
         let mut oracle = Oracle::default();
         for part in parts {
-            let id = registry.register(arena.region(&part));
-            oracle.registered.push((id, part));
+            let registration = registry.register(arena.region(&part));
+            oracle.registered.push((registration.id(), part));
         }
         check_list(&mut &registry, &arena, &oracle);
         for part in arena.every_part() {
@@ -304,8 +306,9 @@ proptest! {
         let arena = Arena::new(LARGE);
         let registry = Registry::new();
         let mut reader = registry.reader();
-        let ids = registry.register_all(parts.iter().map(|part| arena.region(part)));
-        let oracle = Oracle { registered: ids.into_iter().zip(parts).collect() };
+        let registrations = registry.register_all(parts.iter().map(|part| arena.region(part)));
+        let ids = registrations.iter().map(Registration::id);
+        let oracle = Oracle { registered: ids.zip(parts).collect() };
         check_list(&mut reader, &arena, &oracle);
         for part in asked {
             check_part(&mut reader, &arena, &oracle, &part);
@@ -324,35 +327,34 @@ proptest! {
         let mut reader = registry.reader();
         let mut idle_reader = registry.reader();
         let mut oracle = Oracle::default();
-        let mut given_out = Vec::new();
+        let mut given_out = HashSet::new();
+        let mut registrations: Vec<Registration<'_>> = Vec::new();
         for op in ops {
             match op {
                 Op::Register(part) => {
-                    let id = registry.register(arena.region(&part));
-                    given_out.push((id, part.clone()));
-                    oracle.registered.push((id, part));
+                    let registration = registry.register(arena.region(&part));
+                    prop_assert!(given_out.insert(registration.id()));
+                    oracle.registered.push((registration.id(), part));
+                    registrations.push(registration);
                 }
                 Op::RegisterAll(parts) => {
-                    let ids = registry.register_all(parts.iter().map(|part| arena.region(part)));
-                    prop_assert_eq!(ids.len(), parts.len());
-                    given_out.extend(ids.iter().copied().zip(parts.iter().cloned()));
-                    oracle.registered.extend(ids.into_iter().zip(parts));
-                }
-                Op::Unregister(index) => if !given_out.is_empty() {
-                    let (id, part) = index.get(&given_out);
-                    let live = oracle.registered.len();
-                    oracle.registered.retain(|(registered, _)| registered != id);
-                    let removed = registry.unregister(*id);
-                    if oracle.registered.len() < live {
-                        prop_assert_eq!(removed, Ok(arena.region(part)));
-                    } else {
-                        prop_assert_eq!(removed.unwrap_err().id(), *id);
+                    let regions = parts.iter().map(|part| arena.region(part));
+                    let new = registry.register_all(regions);
+                    prop_assert_eq!(new.len(), parts.len());
+                    for registration in &new {
+                        prop_assert!(given_out.insert(registration.id()));
                     }
+                    oracle.registered.extend(new.iter().map(Registration::id).zip(parts));
+                    registrations.extend(new);
+                }
+                Op::Unregister(index) => if !registrations.is_empty() {
+                    let registration = registrations.swap_remove(index.index(registrations.len()));
+                    let (id, region) = (registration.id(), registration.region());
+                    oracle.registered.retain(|(registered, _)| *registered != id);
+                    prop_assert_eq!(registration.unregister(), region);
                 }
                 Op::Ask(part) => check_part(&mut idle_reader, &arena, &oracle, &part),
             }
-            let unique: HashSet<_> = given_out.iter().map(|(id, _)| *id).collect();
-            prop_assert_eq!(unique.len(), given_out.len());
             check_list(&mut &registry, &arena, &oracle);
             check_list(&mut reader, &arena, &oracle);
             for part in &asked {
@@ -388,13 +390,18 @@ fn free_op(len: usize) -> impl Strategy<Value = FreeOp> {
     ]
 }
 
-/// Empties the process-wide registry, also after a case that failed.
-struct LeaveEmpty;
+/// What is registered in the process-wide registry by the typed interface. Leaves
+/// that registry empty, also after a case that failed.
+#[derive(Default)]
+struct Typed(Vec<(Registration<'static>, Part)>);
 
-impl Drop for LeaveEmpty {
+impl Drop for Typed {
     fn drop(&mut self) {
+        for (registration, _) in self.0.drain(..) {
+            registration.unregister();
+        }
         for entry in global().regions() {
-            let _ = global().unregister(entry.id());
+            pinned_hosts::unregister(entry.region().base());
         }
     }
 }
@@ -411,10 +418,9 @@ proptest! {
         ops in vec(free_op(LARGE), 0..24),
         asked in vec(part(LARGE, 0), 6),
     ) {
-        let _leave_empty = LeaveEmpty;
         let arena = Arena::new(LARGE);
         let mut by_base: BTreeMap<usize, usize> = BTreeMap::new();
-        let mut typed: Vec<(RegionId, Part)> = Vec::new();
+        let mut typed = Typed::default();
         for op in ops {
             match op {
                 FreeOp::Register(part) => {
@@ -429,11 +435,11 @@ proptest! {
                     by_base.remove(&base);
                 }
                 FreeOp::RegisterTyped(part) => {
-                    typed.push((global().register(arena.region(&part)), part));
+                    typed.0.push((global().register(arena.region(&part)), part));
                 }
-                FreeOp::UnregisterTyped(index) => if !typed.is_empty() {
-                    let (id, part) = typed.swap_remove(index.index(typed.len()));
-                    prop_assert_eq!(global().unregister(id), Ok(arena.region(&part)));
+                FreeOp::UnregisterTyped(index) => if !typed.0.is_empty() {
+                    let (registration, part) = typed.0.swap_remove(index.index(typed.0.len()));
+                    prop_assert_eq!(registration.unregister(), arena.region(&part));
                 }
             }
 
@@ -442,7 +448,7 @@ proptest! {
             let free = global()
                 .regions()
                 .map(|entry| arena.entry(entry))
-                .filter(|(id, _)| typed.iter().all(|(other, _)| other != id));
+                .filter(|(id, _)| typed.0.iter().all(|(other, _)| other.id() != *id));
             let mut oracle = Oracle { registered: free.collect() };
             let listed: Vec<_> = oracle
                 .registered
@@ -452,7 +458,8 @@ proptest! {
             let expected: Vec<_> = by_base.iter().map(|(&base, &len)| (base, len)).collect();
             prop_assert_eq!(listed, expected);
 
-            oracle.registered.extend(typed.iter().cloned());
+            let typed = typed.0.iter().map(|(it, part)| (it.id(), part.clone()));
+            oracle.registered.extend(typed);
             check_list(&mut ProcessWide, &arena, &oracle);
             for part in &asked {
                 check_part(&mut ProcessWide, &arena, &oracle, part);

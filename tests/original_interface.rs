@@ -6,12 +6,14 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
+use std::io;
+use std::panic;
 use std::ptr;
-use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Barrier, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use pinned_hosts::{
-    Region, Residency, global, is_pinned, live_count, register, residency, unregister,
+    Region, Registration, Residency, global, is_pinned, live_count, register, residency, unregister,
 };
 
 /// The process-wide registry to oneself, empty, and left empty.
@@ -25,9 +27,22 @@ fn turn() -> Turn {
 }
 
 impl Drop for Turn {
+    /// Takes away what the free functions noted. A test takes its own typed
+    /// registrations away ([`Typed`]).
     fn drop(&mut self) {
         for entry in global().regions() {
-            let _ = global().unregister(entry.id());
+            unregister(entry.region().base());
+        }
+    }
+}
+
+/// Typed registrations, until the test ends.
+struct Typed(Vec<Registration<'static>>);
+
+impl Drop for Typed {
+    fn drop(&mut self) {
+        for registration in self.0.drain(..) {
+            registration.unregister();
         }
     }
 }
@@ -298,7 +313,8 @@ fn threads_that_register_one_base_together_leave_one_entry() {
     let buffer = [0u8; 64];
     // More regions make a publish slower, so that the threads do meet.
     let more = [0u8; 500];
-    global().register_all(more.chunks(1).map(|byte| Region::of(byte).unwrap()));
+    let more = more.chunks(1).map(|byte| Region::of(byte).unwrap());
+    let _more = Typed(global().register_all(more));
     let start = Barrier::new(4);
     thread::scope(|scope| {
         for thread in 1..=4 {
@@ -319,7 +335,7 @@ fn threads_that_register_one_base_together_leave_one_entry() {
 fn unregister_cannot_take_away_a_typed_registration_of_the_same_base() {
     let _turn = turn();
     let buffer = [0u8; 64];
-    let id = global().register(Region::of(&buffer).unwrap());
+    let registration = global().register(Region::of(&buffer).unwrap());
     unregister(buffer.as_ptr());
     assert!(is_pinned(&buffer));
 
@@ -327,17 +343,15 @@ fn unregister_cannot_take_away_a_typed_registration_of_the_same_base() {
     assert_eq!(live_count(), 2);
     unregister(buffer.as_ptr());
     assert!(is_pinned(&buffer));
-    assert_eq!(
-        global().unregister(id).unwrap(),
-        Region::of(&buffer).unwrap()
-    );
+    assert_eq!(registration.unregister(), Region::of(&buffer).unwrap());
 }
 
 #[test]
 fn register_cannot_replace_a_typed_registration_of_the_same_base() {
     let _turn = turn();
     let buffer = [0u8; 64];
-    global().register(Region::of(&buffer).unwrap());
+    let registration = global().register(Region::of(&buffer).unwrap());
+    let _typed = Typed(vec![registration]);
     register(buffer.as_ptr(), 16);
     assert!(is_pinned(&buffer));
     assert_eq!(live_count(), 2);
@@ -348,8 +362,8 @@ fn removing_a_typed_registration_leaves_the_free_one_of_the_same_base() {
     let _turn = turn();
     let buffer = [0u8; 64];
     register(buffer.as_ptr(), 16);
-    let id = global().register(Region::of(&buffer).unwrap());
-    global().unregister(id).unwrap();
+    let registration = global().register(Region::of(&buffer).unwrap());
+    registration.unregister();
     assert_eq!(regions(), [Region::of(&buffer[..16]).unwrap()]);
 }
 
@@ -386,4 +400,114 @@ fn a_length_that_ends_exactly_at_the_last_address_is_kept() {
     let base = ptr::without_provenance::<u8>(usize::MAX - 10);
     register(base, 10);
     assert_eq!(regions(), [Region::new(base, 10).unwrap()]);
+}
+
+/// A subscriber that does nothing but `.0` on each event.
+struct Acting<F>(F);
+
+impl<F: Fn() + Send + Sync + 'static> tracing::Subscriber for Acting<F> {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn event(&self, _: &tracing::Event<'_>) {
+        (self.0)();
+    }
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// The text of the fields of each event that `run` emits.
+fn logged(run: impl FnOnce()) -> Vec<String> {
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Log {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(move || writer.clone())
+        .finish();
+    tracing::subscriber::with_default(subscriber, run);
+    let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    text.lines().map(str::to_owned).collect()
+}
+
+/// As when the first block of an arena is registered by the arena's base.
+#[test]
+fn a_shorter_length_of_the_same_base_is_logged_with_both_lengths() {
+    let _turn = turn();
+    let buffer = [0u8; 64];
+    register(buffer.as_ptr(), 64);
+    let lines = logged(|| register(buffer.as_ptr(), 16));
+    assert_eq!(lines.len(), 1, "{lines:#?}");
+    let base = format!("base={:?}", buffer.as_ptr());
+    for part in [
+        "WARN",
+        &base,
+        "bytes=16",
+        "bytes_before=64",
+        "register the longer range again",
+    ] {
+        assert!(lines[0].contains(part), "no {part} in {}", lines[0]);
+    }
+}
+
+#[test]
+fn other_registrations_are_not_logged() {
+    let _turn = turn();
+    let buffer = [0u8; 64];
+    let lines = logged(|| {
+        register(buffer.as_ptr(), 16);
+        register(buffer.as_ptr(), 16);
+        register(buffer.as_ptr(), 64);
+        register(buffer[32..].as_ptr(), 8);
+        unregister(buffer.as_ptr());
+        register(buffer.as_ptr(), 8);
+        let typed = global().register(Region::of(&buffer).unwrap());
+        register(buffer.as_ptr(), 16);
+        typed.unregister();
+    });
+    assert_eq!(lines, [""; 0]);
+}
+
+#[test]
+fn a_subscriber_that_panics_keeps_no_region_from_being_registered() {
+    let _turn = turn();
+    let buffer = [0u8; 64];
+    // Without a message, which would be noise.
+    let panicking = Acting(|| panic::resume_unwind(Box::new("the log is full")));
+    tracing::subscriber::with_default(panicking, || register(buffer.as_ptr(), usize::MAX));
+    assert!(is_pinned(&buffer));
+    assert_eq!(live_count(), 1);
+}
+
+#[test]
+fn a_subscriber_may_look_up_and_register() {
+    static BUFFER: [u8; 64] = [0; 64];
+    static OTHER: [u8; 64] = [0; 64];
+    let _turn = turn();
+    let acting = Acting(|| {
+        // What the event is about is registered by then.
+        assert!(is_pinned(&BUFFER));
+        register(OTHER.as_ptr(), OTHER.len());
+    });
+    tracing::subscriber::with_default(acting, || register(BUFFER.as_ptr(), usize::MAX));
+    // `emit` keeps a failed assertion of the subscriber to itself: then `OTHER`
+    // is not registered.
+    assert_eq!(live_count(), 2);
 }

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::collections::HashSet;
+use std::convert::Infallible;
 use std::error::Error;
 use std::fmt::Debug;
 use std::hash::Hash;
@@ -14,8 +15,8 @@ use std::thread;
 
 use pinned_hosts::Residency::{Mixed, Pageable, Pinned, Seam};
 use pinned_hosts::{
-    Reader, Region, RegionEntry, RegionError, RegionId, Regions, Registry, Residency, Segment,
-    Segments, UnknownRegion, global,
+    Reader, Region, RegionEntry, RegionError, RegionId, RegionState, Regions, Registration,
+    Registry, Residency, Segment, Segments, global,
 };
 
 /// An address that no memory of the test lies at.
@@ -48,13 +49,13 @@ impl Scene {
     }
 
     /// The parts `[start, end)` of the buffer are registered, in this order.
-    fn with<const N: usize>(parts: [(usize, usize); N]) -> (Self, [RegionId; N]) {
+    fn with<const N: usize>(parts: [(usize, usize); N]) -> (Self, [Registration<'static>; N]) {
         let scene = Self::new();
-        let ids = parts.map(|(start, end)| scene.register(start, end));
-        (scene, ids)
+        let registrations = parts.map(|(start, end)| scene.register(start, end));
+        (scene, registrations)
     }
 
-    fn register(&self, start: usize, end: usize) -> RegionId {
+    fn register(&self, start: usize, end: usize) -> Registration<'static> {
         self.registry.register(region(&self.buffer[start..end]))
     }
 
@@ -216,8 +217,8 @@ fn the_empty_slice_that_dangles_is_pageable() {
     let dangling: &[u8] = &Vec::new();
     // Regions that begin, end, and lie around where it points.
     let at = dangling.as_ptr().addr();
-    registry.register(Region::new(address(at), 16).unwrap());
-    registry.register(Region::new(address(1), usize::MAX - 1).unwrap());
+    let _ = registry.register(Region::new(address(at), 16).unwrap());
+    let _ = registry.register(Region::new(address(1), usize::MAX - 1).unwrap());
     let mut reader = registry.reader();
 
     assert_eq!(registry.residency(dangling), Pageable);
@@ -233,12 +234,12 @@ fn the_empty_slice_that_dangles_is_pageable() {
 #[test]
 fn the_empty_slice_is_pageable_in_the_process_wide_registry() {
     let buffer = [0u8; 64];
-    let id = global().register(region(&buffer));
+    let registration = global().register(region(&buffer));
     for at in [0, 32, 64] {
         assert_eq!(pinned_hosts::residency(&buffer[at..at]), Pageable);
         assert!(!pinned_hosts::is_pinned(&buffer[at..at]));
     }
-    global().unregister(id).unwrap();
+    registration.unregister();
 }
 
 // One region.
@@ -325,8 +326,8 @@ fn a_slice_over_a_gap_is_mixed() {
 
 #[test]
 fn a_removed_region_is_pageable() {
-    let (mut scene, [id]) = Scene::with([(20, 60)]);
-    assert_eq!(scene.registry.unregister(id).map(|r| r.len()), Ok(40));
+    let (mut scene, [registration]) = Scene::with([(20, 60)]);
+    assert_eq!(registration.unregister().len(), 40);
     assert_eq!(scene.residency(20, 60), Pageable);
 }
 
@@ -383,7 +384,7 @@ fn a_region_that_touches_the_outer_of_two_nested_ones_makes_a_seam() {
 #[test]
 fn removing_the_outer_of_two_nested_regions_leaves_the_inner() {
     let (mut scene, [outer, _]) = Scene::with([(10, 90), (40, 60)]);
-    scene.registry.unregister(outer).unwrap();
+    outer.unregister();
     assert_eq!(scene.residency(40, 60), Pinned);
     assert_eq!(scene.residency(39, 60), Mixed);
     assert_eq!(scene.residency(10, 40), Pageable);
@@ -392,7 +393,7 @@ fn removing_the_outer_of_two_nested_regions_leaves_the_inner() {
 #[test]
 fn removing_the_inner_of_two_nested_regions_leaves_the_outer() {
     let (mut scene, [_, inner]) = Scene::with([(10, 90), (40, 60)]);
-    scene.registry.unregister(inner).unwrap();
+    inner.unregister();
     assert_eq!(scene.residency(10, 90), Pinned);
     assert_eq!(scene.residency(40, 60), Pinned);
 }
@@ -400,12 +401,12 @@ fn removing_the_inner_of_two_nested_regions_leaves_the_outer() {
 #[test]
 fn removing_one_of_two_overlapping_regions_leaves_the_other() {
     let (mut scene, [first, _]) = Scene::with([(20, 60), (40, 80)]);
-    scene.registry.unregister(first).unwrap();
+    first.unregister();
     assert_eq!(scene.residency(40, 80), Pinned);
     assert_eq!(scene.residency(20, 40), Pageable);
 
     let (mut scene, [_, second]) = Scene::with([(20, 60), (40, 80)]);
-    scene.registry.unregister(second).unwrap();
+    second.unregister();
     assert_eq!(scene.residency(20, 60), Pinned);
     assert_eq!(scene.residency(60, 80), Pageable);
 }
@@ -413,12 +414,13 @@ fn removing_one_of_two_overlapping_regions_leaves_the_other() {
 #[test]
 fn removing_one_of_two_registrations_of_the_same_bytes_leaves_the_other() {
     for removed in [0, 1] {
-        let (mut scene, ids) = Scene::with([(20, 60), (20, 60)]);
+        let (mut scene, registrations) = Scene::with([(20, 60), (20, 60)]);
         assert_eq!(scene.registry.live_count(), 2);
-        scene.registry.unregister(ids[removed]).unwrap();
+        let mut registrations = Vec::from(registrations);
+        registrations.remove(removed).unregister();
         assert_eq!(scene.residency(20, 60), Pinned);
         assert_eq!(scene.registry.live_count(), 1);
-        scene.registry.unregister(ids[1 - removed]).unwrap();
+        registrations.remove(0).unregister();
         assert_eq!(scene.residency(20, 60), Pageable);
     }
 }
@@ -436,7 +438,7 @@ fn the_order_of_registering_does_not_matter() {
 #[test]
 fn a_region_at_the_first_address_does_not_overflow() {
     let mut scene = Scene::new();
-    scene.registry.register(Region::new(address(1), 1).unwrap());
+    let _ = scene.registry.register(Region::new(address(1), 1).unwrap());
     assert_eq!(scene.residency(0, 100), Pageable);
     assert_eq!(scene.containing(0, 100), None);
     assert_eq!(scene.segments(0, 100), [(0, 100, Pageable)]);
@@ -446,7 +448,7 @@ fn a_region_at_the_first_address_does_not_overflow() {
 fn a_region_at_the_last_address_does_not_overflow() {
     let mut scene = Scene::new();
     let last = Region::new(address(usize::MAX - 1), 1).unwrap();
-    scene.registry.register(last);
+    let _ = scene.registry.register(last);
     assert_eq!(scene.residency(0, 100), Pageable);
     assert_eq!(scene.containing(0, 100), None);
     assert_eq!(scene.segments(0, 100), [(0, 100, Pageable)]);
@@ -457,7 +459,7 @@ fn regions_at_both_ends_of_the_address_space_do_not_touch_a_slice_between() {
     let (mut scene, _) = Scene::with([(20, 60)]);
     let below = Region::new(address(1), 1).unwrap();
     let above = Region::new(address(usize::MAX - 1), 1).unwrap();
-    scene.registry.register_all([above, below]);
+    let _ = scene.registry.register_all([above, below]);
     assert_eq!(scene.residency(20, 60), Pinned);
     assert_eq!(scene.residency(0, 20), Pageable);
     assert_eq!(scene.residency(60, 100), Pageable);
@@ -468,7 +470,7 @@ fn regions_at_both_ends_of_the_address_space_do_not_touch_a_slice_between() {
 fn a_region_of_the_whole_address_space_contains_every_slice() {
     let mut scene = Scene::new();
     let everything = Region::new(address(1), usize::MAX - 1).unwrap();
-    scene.registry.register(everything);
+    let _ = scene.registry.register(everything);
     assert_eq!(scene.residency(0, 100), Pinned);
     assert_eq!(
         scene.registry.region_containing(&scene.buffer),
@@ -483,7 +485,7 @@ fn two_halves_of_the_address_space_are_a_seam_where_they_meet() {
     let middle = scene.buffer[50..].as_ptr();
     let below = Region::new(address(1), middle.addr() - 1).unwrap();
     let above = Region::new(middle, usize::MAX - middle.addr()).unwrap();
-    scene.registry.register_all([below, above]);
+    let _ = scene.registry.register_all([below, above]);
     assert_eq!(scene.residency(0, 100), Seam);
     assert_eq!(scene.segments(0, 100), [(0, 50, Pinned), (50, 100, Pinned)]);
 }
@@ -493,52 +495,72 @@ fn two_halves_of_the_address_space_are_a_seam_where_they_meet() {
 #[test]
 fn unregistering_returns_the_region() {
     let (scene, [first, second]) = Scene::with([(20, 60), (0, 10)]);
-    let gone = scene.registry.unregister(second);
-    assert_eq!(gone, Ok(region(&scene.buffer[0..10])));
-    let gone = scene.registry.unregister(first);
-    assert_eq!(gone, Ok(region(&scene.buffer[20..60])));
+    assert_eq!(second.unregister(), region(&scene.buffer[0..10]));
+    assert_eq!(first.unregister(), region(&scene.buffer[20..60]));
+    assert_eq!(scene.registry.live_count(), 0);
 }
 
 #[test]
-fn unregistering_a_removed_id_is_an_error_and_changes_nothing() {
-    let (mut scene, [removed, _]) = Scene::with([(20, 60), (20, 60)]);
-    scene.registry.unregister(removed).unwrap();
-    let before: Vec<_> = scene.registry.regions().collect();
+fn a_handle_removes_its_own_registration_of_the_same_bytes() {
+    for removed in [0, 1, 2] {
+        let (scene, registrations) = Scene::with([(20, 60), (20, 60), (20, 60)]);
+        let mut registrations = Vec::from(registrations);
+        registrations.remove(removed).unregister();
+        let listed: Vec<_> = scene.registry.regions().map(|it| it.id()).collect();
+        let left: Vec<_> = registrations.iter().map(Registration::id).collect();
+        assert_eq!(listed, left);
+    }
+}
 
-    let error = scene.registry.unregister(removed).unwrap_err();
-    assert_eq!(error.id(), removed);
-    assert_eq!(scene.registry.regions().collect::<Vec<_>>(), before);
+#[test]
+fn a_handle_removes_from_its_own_registry() {
+    let (mut scene, [_stays]) = Scene::with([(20, 60)]);
+    let other = Registry::new();
+    let registration = other.register(region(&scene.buffer[20..60]));
+    registration.unregister();
     assert_eq!(scene.residency(20, 60), Pinned);
+    assert_eq!(other.live_count(), 0);
 }
 
 #[test]
-fn unregistering_another_registrys_id_is_an_error_and_changes_nothing() {
-    let (mut scene, [_]) = Scene::with([(20, 60)]);
-    let (mut other, [foreign]) = Scene::with([(20, 60)]);
-
-    let error = scene.registry.unregister(foreign).unwrap_err();
-    assert_eq!(error.id(), foreign);
+fn a_handle_that_is_dropped_leaves_its_registration() {
+    let (mut scene, [dropped]) = Scene::with([(20, 60)]);
+    drop(dropped);
     assert_eq!(scene.residency(20, 60), Pinned);
-    assert_eq!(other.residency(20, 60), Pinned);
+    assert_eq!(scene.registry.live_count(), 1);
 }
 
 #[test]
-fn unregistering_from_an_empty_registry_is_an_error() {
-    let (_, [foreign]) = Scene::with([(20, 60)]);
-    let registry = Registry::new();
-    assert!(registry.unregister(foreign).is_err());
-    assert_eq!(registry.live_count(), 0);
+fn a_handle_knows_its_id_and_its_region_and_shows_them() {
+    let (scene, [registration]) = Scene::with([(20, 60)]);
+    let entry = scene.registry.regions().next().unwrap();
+    assert_eq!(registration.id(), entry.id());
+    assert_eq!(registration.region(), entry.region());
+    let shown = format!("{registration:?}");
+    assert!(shown.contains(&format!("{:?}", entry.id())));
+    assert!(shown.contains(&format!("{:?}", entry.region())));
 }
 
 #[test]
-fn an_old_id_does_not_remove_a_newer_registration_of_the_same_bytes() {
-    let (mut scene, [old]) = Scene::with([(20, 60)]);
-    scene.registry.unregister(old).unwrap();
-    let new = scene.register(20, 60);
-    assert_ne!(old, new);
-    assert!(scene.registry.unregister(old).is_err());
-    assert_eq!(scene.residency(20, 60), Pinned);
-    scene.registry.unregister(new).unwrap();
+fn memory_that_was_registered_before_it_was_pinned_is_unpinned_live() {
+    let (mut scene, [registration]) = Scene::with([(20, 60)]);
+    let registry = scene.registry;
+    let id = registration.id();
+    let state = || {
+        registry
+            .regions()
+            .find(|it| it.id() == id)
+            .map(|it| it.state())
+    };
+    let refused = registration.unpin_with(|| Err("the driver refused"));
+    let registration = refused.unwrap_err().registration;
+    assert_eq!(state(), Some(RegionState::Live));
+    registration
+        .unpin_with(|| {
+            assert_eq!(state(), Some(RegionState::Retiring));
+            Ok::<_, Infallible>(())
+        })
+        .unwrap();
     assert_eq!(scene.residency(20, 60), Pageable);
 }
 
@@ -548,14 +570,14 @@ fn an_id_is_never_used_again() {
     let buffer = [0u8; 64];
     let mut seen = HashSet::new();
     for _ in 0..1000 {
-        let id = registry.register(region(&buffer));
-        registry.unregister(id).unwrap();
-        assert!(seen.insert(id));
+        let registration = registry.register(region(&buffer));
+        assert!(seen.insert(registration.id()));
+        registration.unregister();
     }
-    for id in registry.register_all([region(&buffer); 10]) {
-        assert!(seen.insert(id));
+    for registration in registry.register_all([region(&buffer); 10]) {
+        assert!(seen.insert(registration.id()));
     }
-    assert!(seen.insert(registry.register(region(&buffer))));
+    assert!(seen.insert(registry.register(region(&buffer)).id()));
 }
 
 #[test]
@@ -566,8 +588,9 @@ fn an_id_is_never_used_again_on_another_thread_or_by_another_registry() {
             scope.spawn(|| {
                 let registry = Registry::new();
                 let ids = (0..1000).map(|_| {
-                    let id = registry.register(region(&buffer));
-                    registry.unregister(id).unwrap();
+                    let registration = registry.register(region(&buffer));
+                    let id = registration.id();
+                    registration.unregister();
                     id
                 });
                 ids.collect::<Vec<_>>()
@@ -581,26 +604,17 @@ fn an_id_is_never_used_again_on_another_thread_or_by_another_registry() {
     assert_eq!(ids.iter().collect::<HashSet<_>>().len(), 4000);
 }
 
-#[test]
-fn an_unknown_region_shows_its_id_and_why() {
-    let (scene, [id]) = Scene::with([(20, 60)]);
-    scene.registry.unregister(id).unwrap();
-    let error = scene.registry.unregister(id).unwrap_err();
-    let said = error.to_string();
-    assert!(said.starts_with(&format!("{id:?} cannot be unregistered here")));
-    assert!(said.contains("removed before") && said.contains("another registry"));
-}
-
 // Many at once.
 
 #[test]
-fn register_all_gives_the_ids_in_the_order_of_the_regions() {
+fn register_all_gives_the_handles_in_the_order_of_the_regions() {
     let scene = Scene::new();
     let parts = [60..80, 0..20, 30..50].map(|part| region(&scene.buffer[part]));
-    let ids = scene.registry.register_all(parts);
-    assert_eq!(ids.len(), 3);
-    for (id, part) in ids.into_iter().zip(parts) {
-        assert_eq!(scene.registry.unregister(id), Ok(part));
+    let registrations = scene.registry.register_all(parts);
+    assert_eq!(registrations.len(), 3);
+    for (registration, part) in registrations.into_iter().zip(parts) {
+        assert_eq!(registration.region(), part);
+        assert_eq!(registration.unregister(), part);
     }
     assert_eq!(scene.registry.live_count(), 0);
 }
@@ -610,7 +624,7 @@ fn register_all_is_seen_whole_or_not_at_all_while_its_iterator_runs() {
     let mut scene = Scene::new();
     let registry = scene.registry;
     let parts = [0..50, 50..100].map(|part| region(&scene.buffer[part]));
-    registry.register_all(parts.into_iter().inspect(|_| {
+    let _ = registry.register_all(parts.into_iter().inspect(|_| {
         assert_eq!(registry.live_count(), 0);
     }));
     assert_eq!(scene.residency(0, 100), Seam);
@@ -620,7 +634,7 @@ fn register_all_is_seen_whole_or_not_at_all_while_its_iterator_runs() {
 fn register_all_of_nothing_changes_nothing() {
     let (scene, _) = Scene::with([(20, 60)]);
     let before: Vec<_> = scene.registry.regions().collect();
-    assert_eq!(scene.registry.register_all([]), []);
+    assert!(scene.registry.register_all([]).is_empty());
     assert_eq!(scene.registry.regions().collect::<Vec<_>>(), before);
 }
 
@@ -628,7 +642,7 @@ fn register_all_of_nothing_changes_nothing() {
 fn register_all_keeps_what_was_registered_before() {
     let (mut scene, _) = Scene::with([(20, 60)]);
     let part = region(&scene.buffer[60..80]);
-    scene.registry.register_all([part]);
+    let _ = scene.registry.register_all([part]);
     assert_eq!(scene.residency(20, 80), Seam);
     assert_eq!(scene.registry.live_count(), 2);
 }
@@ -637,9 +651,9 @@ fn register_all_keeps_what_was_registered_before() {
 fn register_all_may_register_the_same_bytes_more_than_once() {
     let mut scene = Scene::new();
     let part = region(&scene.buffer[20..60]);
-    let ids = scene.registry.register_all([part, part]);
+    let mut registrations = scene.registry.register_all([part, part]);
     assert_eq!(scene.registry.live_count(), 2);
-    scene.registry.unregister(ids[0]).unwrap();
+    registrations.remove(0).unregister();
     assert_eq!(scene.residency(20, 60), Pinned);
 }
 
@@ -648,8 +662,8 @@ fn the_iterator_of_register_all_may_itself_register() {
     let mut scene = Scene::new();
     let registry = scene.registry;
     let parts = [0..50, 50..100].map(|part| region(&scene.buffer[part]));
-    registry.register_all(parts.into_iter().inspect(|&part| {
-        registry.register(part);
+    let _ = registry.register_all(parts.into_iter().inspect(|&part| {
+        let _ = registry.register(part);
     }));
     assert_eq!(registry.live_count(), 4);
     assert_eq!(scene.residency(0, 100), Seam);
@@ -674,15 +688,15 @@ fn a_panicking_iterator_leaves_the_last_published_snapshot_in_force() {
 
 #[test]
 fn a_registry_is_usable_after_a_panic_in_register_all() {
-    let (mut scene, [id]) = Scene::with([(20, 60)]);
+    let (mut scene, [registration]) = Scene::with([(20, 60)]);
     let registry = scene.registry;
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         registry.register_all([()].map(|()| panic!("no region is to be had")))
     }));
     assert!(panicked.is_err());
-    scene.register(60, 80);
+    let _ = scene.register(60, 80);
     assert_eq!(scene.residency(20, 80), Seam);
-    registry.unregister(id).unwrap();
+    registration.unregister();
     assert_eq!(scene.residency(20, 60), Pageable);
 }
 
@@ -783,13 +797,13 @@ fn a_nested_region_does_not_split_a_segment() {
 
 #[test]
 fn segments_are_of_one_snapshot_whatever_is_registered_meanwhile() {
-    let (scene, [id]) = Scene::with([(20, 40)]);
+    let (scene, [registration]) = Scene::with([(20, 40)]);
     let mut segments = scene.registry.segments(&scene.buffer);
     let first = segments.next().unwrap();
     assert_eq!(scene.place(&first), (0, 20, Pageable));
 
-    scene.registry.unregister(id).unwrap();
-    scene.register(50, 100);
+    registration.unregister();
+    let _ = scene.register(50, 100);
     let rest = segments.take(3).map(|segment| scene.place(&segment));
     assert_eq!(
         rest.collect::<Vec<_>>(),
@@ -810,7 +824,8 @@ fn segments_stay_ended() {
 
 #[test]
 fn regions_are_listed_by_address() {
-    let (scene, ids) = Scene::with([(60, 80), (0, 20), (30, 50)]);
+    let (scene, registrations) = Scene::with([(60, 80), (0, 20), (30, 50)]);
+    let ids = registrations.map(|it| it.id());
     let listed: Vec<_> = scene
         .registry
         .regions()
@@ -824,12 +839,12 @@ fn regions_are_listed_by_address() {
 
 #[test]
 fn regions_are_of_one_snapshot_whatever_is_registered_meanwhile() {
-    let (scene, ids) = Scene::with([(0, 20), (30, 50), (60, 80)]);
+    let (scene, [_, second, _]) = Scene::with([(0, 20), (30, 50), (60, 80)]);
     let mut regions = scene.registry.regions();
     regions.next();
 
-    scene.registry.unregister(ids[1]).unwrap();
-    scene.register(90, 100);
+    second.unregister();
+    let _ = scene.register(90, 100);
     let rest: Vec<_> = regions.map(|entry| scene.part(entry.region())).collect();
     assert_eq!(rest, [(30, 50), (60, 80)]);
 }
@@ -856,10 +871,10 @@ fn a_reader_lists_the_same_regions() {
 
 #[test]
 fn live_count_counts_every_registration() {
-    let (mut scene, [id, _, _]) = Scene::with([(0, 20), (0, 20), (10, 30)]);
+    let (mut scene, [registration, _, _]) = Scene::with([(0, 20), (0, 20), (10, 30)]);
     assert_eq!(scene.registry.live_count(), 3);
     assert_eq!(scene.reader.live_count(), 3);
-    scene.registry.unregister(id).unwrap();
+    registration.unregister();
     assert_eq!(scene.registry.live_count(), 2);
     assert_eq!(scene.reader.live_count(), 2);
 }
@@ -872,9 +887,9 @@ fn a_reader_sees_what_was_registered_after_it_was_made() {
     let buffer = [0u8; 64];
     let mut reader = registry.reader();
     assert!(!reader.is_pinned(&buffer));
-    let id = registry.register(region(&buffer));
+    let registration = registry.register(region(&buffer));
     assert!(reader.is_pinned(&buffer));
-    registry.unregister(id).unwrap();
+    registration.unregister();
     assert!(!reader.is_pinned(&buffer));
 }
 
@@ -884,7 +899,7 @@ fn a_cloned_reader_sees_what_was_registered_after_it_was_made() {
     let buffer = [0u8; 64];
     let mut reader = registry.reader();
     let mut clone = reader.clone();
-    registry.register(region(&buffer));
+    let _ = registry.register(region(&buffer));
     assert!(reader.is_pinned(&buffer));
     assert!(clone.is_pinned(&buffer));
 }
@@ -906,10 +921,10 @@ fn a_registration_on_one_thread_is_seen_on_another() {
             })
         });
         step.wait();
-        let id = registry.register(region(&buffer));
+        let registration = registry.register(region(&buffer));
         step.wait();
         step.wait();
-        let _ = registry.unregister(id);
+        registration.unregister();
         step.wait();
         step.wait();
         step.wait();
@@ -930,7 +945,8 @@ fn registries_do_not_see_each_others_regions() {
 #[test]
 fn the_free_functions_ask_the_process_wide_registry() {
     let buffer = [0u8; 100];
-    let ids = global().register_all([20..50, 50..80].map(|part| region(&buffer[part])));
+    let parts = [20..50, 50..80].map(|part| region(&buffer[part]));
+    let registrations = global().register_all(parts);
     let mut reader = global().reader();
     for (part, answer) in [
         (0..20, Pageable),
@@ -947,8 +963,8 @@ fn the_free_functions_ask_the_process_wide_registry() {
         assert_eq!(global().is_pinned(bytes), pinned);
         assert_eq!(reader.is_pinned(bytes), pinned);
     }
-    for id in ids {
-        global().unregister(id).unwrap();
+    for registration in registrations {
+        registration.unregister();
     }
     assert_eq!(pinned_hosts::residency(&buffer), Pageable);
 }
@@ -983,7 +999,7 @@ fn a_lookup_in_a_thread_local_destructor_is_right_after_the_threads_own_reader_i
     }
 
     let (send, answers) = mpsc::channel();
-    let id = global().register(region(&REGISTERED));
+    let registration = global().register(region(&REGISTERED));
     // Thread-locals are dropped in the order, or in the reverse order, in
     // which they were first used: so one of these two outlives the thread's
     // reader, which is first used between them.
@@ -997,7 +1013,7 @@ fn a_lookup_in_a_thread_local_destructor_is_right_after_the_threads_own_reader_i
         answers.iter().collect::<Vec<_>>(),
         [(true, Pinned, false), (true, Pinned, false)]
     );
-    global().unregister(id).unwrap();
+    registration.unregister();
 }
 
 #[test]
@@ -1017,10 +1033,10 @@ fn a_threads_first_lookup_may_be_in_a_thread_local_destructor() {
         static ASKS: AsksWhenDropped = const { AsksWhenDropped };
     }
 
-    let id = global().register(region(&REGISTERED));
+    let registration = global().register(region(&REGISTERED));
     thread::spawn(|| ASKS.with(|_| ())).join().unwrap();
     assert_eq!(ANSWER.get(), Some(&true));
-    global().unregister(id).unwrap();
+    registration.unregister();
 }
 
 // Several writers.
@@ -1030,37 +1046,35 @@ fn writers_at_once_lose_no_registration_and_no_removal() {
     let registry = Registry::new();
     // Many regions make a publish slow, so that the writers do meet.
     let crowd = vec![0u8; 1000];
-    registry.register_all(crowd.chunks(1).map(region));
+    let _ = registry.register_all(crowd.chunks(1).map(region));
     let buffer = [0u8; 64];
     let parts: Vec<Region> = buffer.chunks(16).map(region).collect();
     let together = Barrier::new(parts.len());
     for _ in 0..50 {
-        let ids: Vec<RegionId> = thread::scope(|scope| {
+        let registrations: Vec<Vec<Registration<'_>>> = thread::scope(|scope| {
             let spawn = |&part| {
                 let (registry, together) = (&registry, &together);
                 scope.spawn(move || {
                     together.wait();
-                    let mut ids = vec![registry.register(part)];
-                    ids.extend(registry.register_all([part, part]));
-                    ids
+                    let mut registrations = vec![registry.register(part)];
+                    registrations.extend(registry.register_all([part, part]));
+                    registrations
                 })
             };
             let threads: Vec<_> = parts.iter().map(spawn).collect();
-            let ids = threads
-                .into_iter()
-                .flat_map(|thread| thread.join().unwrap());
-            ids.collect()
+            let registrations = threads.into_iter().map(|thread| thread.join().unwrap());
+            registrations.collect()
         });
-        assert_eq!(registry.live_count(), 1000 + ids.len());
+        assert_eq!(registry.live_count(), 1000 + 3 * parts.len());
         assert_eq!(registry.residency(&buffer), Seam);
 
         thread::scope(|scope| {
-            for ids in ids.chunks(3) {
-                let (registry, together) = (&registry, &together);
+            for registrations in registrations {
+                let together = &together;
                 scope.spawn(move || {
                     together.wait();
-                    for &id in ids {
-                        registry.unregister(id).unwrap();
+                    for registration in registrations {
+                        registration.unregister();
                     }
                 });
             }
@@ -1071,29 +1085,6 @@ fn writers_at_once_lose_no_registration_and_no_removal() {
     assert!(crowd.chunks(1).all(|byte| registry.is_pinned(byte)));
 }
 
-#[test]
-fn of_two_writers_that_remove_one_id_exactly_one_does() {
-    let registry = Registry::new();
-    let crowd = [0u8; 1000];
-    registry.register_all(crowd.chunks(1).map(region));
-    let buffer = [0u8; 64];
-    let together = Barrier::new(2);
-    for _ in 0..100 {
-        let id = registry.register(region(&buffer));
-        let removed = thread::scope(|scope| {
-            let threads = [(); 2].map(|()| {
-                scope.spawn(|| {
-                    together.wait();
-                    registry.unregister(id).is_ok()
-                })
-            });
-            threads.map(|thread| thread.join().unwrap())
-        });
-        assert_ne!(removed[0], removed[1]);
-        assert_eq!(registry.live_count(), 1000);
-    }
-}
-
 // What the types promise.
 
 #[test]
@@ -1102,10 +1093,10 @@ fn a_registry_shows_its_regions() {
     assert_eq!(format!("{registry:?}"), "[]");
 
     let region = Region::new(address(0x1000), 0x20).unwrap();
-    let id = registry.register(region);
+    let registration = registry.register(region);
     let shown = format!("{registry:?}");
     assert!(shown.contains(&format!("{region:?}")));
-    assert!(shown.contains(&format!("{id:?}")));
+    assert!(shown.contains(&format!("{:?}", registration.id())));
 }
 
 #[test]
@@ -1136,8 +1127,8 @@ fn the_types_have_the_traits_that_their_users_need() {
     value::<RegionId>();
     value::<Region>();
     error::<RegionError>();
-    error::<UnknownRegion>();
     shared::<Registry>();
+    shared::<Registration<'static>>();
     sent::<Reader<'static>>();
     sent::<Segments<'static>>();
     sent::<Regions>();

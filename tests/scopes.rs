@@ -160,12 +160,12 @@ fn a_slice_over_several_regions_is_split_both_ways() {
     let bytes = unsafe { std::slice::from_raw_parts(base.cast::<u8>(), 6000) };
     // An odd seam: it cuts an element in two.
     let parts = [&bytes[1000..2001], &bytes[2001..3000]].map(|part| {
-        let id = global().register(Region::of(part).unwrap());
+        let registration = global().register(Region::of(part).unwrap());
         let at = part.as_ptr().cast_mut().cast();
         // SAFETY: `back` outlives the registration.
         let code = unsafe { sys::cuMemHostRegister_v2(at, part.len(), 1) };
         assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-        (at, id)
+        (at, registration)
     });
     for scoped in [true, false] {
         back.fill(0);
@@ -178,11 +178,11 @@ fn a_slice_over_several_regions_is_split_both_ways() {
         }
         assert_eq!(back, *memory);
     }
-    for (at, id) in parts {
+    for (at, registration) in parts {
         // SAFETY: registered above, and nothing is in flight.
         let code = unsafe { sys::cuMemHostUnregister(at) };
         assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-        global().unregister(id).unwrap();
+        registration.unregister();
     }
     rig.assert_sound();
 }

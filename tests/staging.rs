@@ -277,7 +277,7 @@ fn a_source_over_several_regions_is_staged_in_one_piece() {
     let rig = Rig::new();
     let copier = Copier::new(&rig.stream).unwrap();
     let memory: Vec<u8> = (0..=255).cycle().take(3000).collect();
-    let ids = [&memory[100..1001], &memory[1001..2000]]
+    let registrations = [&memory[100..1001], &memory[1001..2000]]
         .map(|part| global().register(Region::of(part).unwrap()));
     assert_eq!(residency(&memory), Residency::Mixed);
     let mut on_device = rig.zeros::<u8>(3000);
@@ -287,8 +287,8 @@ fn a_source_over_several_regions_is_staged_in_one_piece() {
     assert_eq!(rig.read_back(&on_device), memory);
     let stats = copier.stats();
     assert_eq!((stats.staged, stats.split), (1, 0));
-    for id in ids {
-        global().unregister(id).unwrap();
+    for registration in registrations {
+        registration.unregister();
     }
 }
 
@@ -297,12 +297,12 @@ fn memory_that_is_slow_to_read_is_waited_for() {
     let rig = Rig::new();
     let copier = Copier::new(&rig.stream).unwrap();
     let memory = vec![7u8; LEN];
-    let id = global().register_write_combined(Region::of(&memory).unwrap());
+    let registration = global().register_write_combined(Region::of(&memory).unwrap());
     let mut on_device = rig.zeros::<u8>(LEN);
     copier.copy_h2d_async(&memory, &mut on_device).unwrap();
     let stats = copier.stats();
     assert_eq!((stats.staged, stats.guarded), (0, 1));
-    global().unregister(id).unwrap();
+    registration.unregister();
 }
 
 #[test]

@@ -14,6 +14,7 @@
 use std::collections::VecDeque;
 use std::env;
 use std::panic::resume_unwind;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -197,9 +198,10 @@ fn two_regions_registered_together_are_seen_together() {
     let halves = [&buffer[..64], &buffer[64..]].map(region);
     let write = |run: &Run| {
         for _ in run.rounds() {
-            let ids = global().register_all(halves);
-            global().unregister(ids[0]).unwrap();
-            global().unregister(ids[1]).unwrap();
+            let registrations = global().register_all(halves);
+            for registration in registrations {
+                registration.unregister();
+            }
         }
     };
     stress(3, &[&write], |run, number, mut asker| {
@@ -249,9 +251,9 @@ fn every_snapshot_matches_its_checksum() {
                 })
                 .collect();
             let sealed = region(&seal[..checksum(batch, &regions)]);
-            let mut ids = global().register_all(regions.into_iter().chain([sealed]));
-            while let Some(last) = ids.pop() {
-                global().unregister(last).unwrap();
+            let mut registrations = global().register_all(regions.into_iter().chain([sealed]));
+            while let Some(last) = registrations.pop() {
+                last.unregister();
             }
         }
     };
@@ -293,13 +295,12 @@ fn a_region_that_is_always_registered_by_somebody_is_always_seen() {
     let buffer = [0u8; 128];
     // The middle is pinned twice, by two writers.
     let parts = [&buffer[..96], &buffer[32..]];
-    let first = parts.map(|part| global().register(region(part)));
+    let last = parts.map(|part| Mutex::new(Some(global().register(region(part)))));
     let hand_on = |run: &Run, writer: usize| {
-        let mut last = first[writer];
+        let mut last = last[writer].lock().unwrap();
         for _ in run.rounds() {
             let next = global().register(region(parts[writer]));
-            global().unregister(last).unwrap();
-            last = next;
+            last.replace(next).unwrap().unregister();
         }
         // The other writer's readers may still be at work: it stays.
     };
@@ -317,8 +318,8 @@ fn a_region_that_is_always_registered_by_somebody_is_always_seen() {
             }
         }
     });
-    for entry in Asker::new(Kind::Registry).regions_in(&buffer) {
-        global().unregister(entry.id()).unwrap();
+    for last in last {
+        last.into_inner().unwrap().unwrap().unregister();
     }
 }
 
@@ -377,13 +378,13 @@ fn who_learns_of_a_registration_or_of_its_removal_sees_it() {
             added.store(k + 1, Ordering::Release);
             if k >= LIVE {
                 removing.store(k - LIVE + 1, Ordering::Release);
-                global().unregister(live.pop_front().unwrap()).unwrap();
+                live.pop_front().unwrap().unregister();
                 removed.store(k - LIVE + 1, Ordering::Release);
             }
         }
         removing.store(u64::MAX, Ordering::Release);
-        for id in live {
-            global().unregister(id).unwrap();
+        for registration in live {
+            registration.unregister();
         }
     };
     stress(2, &[&write], |run, number, mut asker| {
@@ -420,13 +421,13 @@ fn two_lookups_of_one_thread_never_go_back_in_time() {
     let write = |run: &Run| {
         for _ in run.rounds().step_by(SLOTS) {
             phase.fetch_add(1, Ordering::AcqRel);
-            let ids: Vec<_> = buffer
+            let registrations: Vec<_> = buffer
                 .chunks(1)
                 .map(|slot| global().register(region(slot)))
                 .collect();
             phase.fetch_add(1, Ordering::AcqRel);
-            for id in ids {
-                global().unregister(id).unwrap();
+            for registration in registrations {
+                registration.unregister();
             }
         }
     };
@@ -465,9 +466,9 @@ fn a_region_that_stays_is_seen_through_the_coming_and_going_of_others() {
     let permanent = global().register(region(&buffer[100..200]));
     let churn = |run: &Run, parts: [&[u8]; 2]| {
         for _ in run.rounds() {
-            let ids = parts.map(|part| global().register(region(part)));
-            for (id, part) in ids.into_iter().zip(parts) {
-                assert_eq!(global().unregister(id), Ok(region(part)));
+            let registrations = parts.map(|part| global().register(region(part)));
+            for (registration, part) in registrations.into_iter().zip(parts) {
+                assert_eq!(registration.unregister(), region(part));
             }
         }
     };
@@ -484,7 +485,7 @@ fn a_region_that_stays_is_seen_through_the_coming_and_going_of_others() {
             }
         }
     });
-    global().unregister(permanent).unwrap();
+    permanent.unregister();
 }
 
 /// Every writer finds exactly what it did, whatever the others do.
@@ -494,12 +495,11 @@ fn writers_find_their_own_changes() {
     let write = |run: &Run, own: &[u8]| {
         let mut askers = KINDS.map(Asker::new);
         for round in run.rounds() {
-            let id = global().register(region(own));
+            let registration = global().register(region(own));
             let asker = &mut askers[round as usize % KINDS.len()];
             assert_eq!(asker.residency(own), Pinned);
-            global().unregister(id).unwrap();
+            registration.unregister();
             assert_eq!(asker.residency(own), Pageable);
-            assert!(global().unregister(id).is_err());
         }
     };
     let writers: [&(dyn Fn(&Run) + Sync); 3] = [

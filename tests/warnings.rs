@@ -92,12 +92,12 @@ fn copies_that_are_not_slowed_down_are_not_logged() {
 fn a_copy_of_mixed_memory_is_logged_with_its_residency() {
     let rig = Rig::new();
     let memory = vec![1u8; 100];
-    let id = pinned_hosts::global().register(Region::of(&memory[50..]).unwrap());
+    let registration = pinned_hosts::global().register(Region::of(&memory[50..]).unwrap());
     let mut on_device = rig.zeros::<u8>(100);
     let lines = logged(|| {
         rig.copier.copy_h2d_async(&memory, &mut on_device).unwrap();
     });
-    pinned_hosts::global().unregister(id).unwrap();
+    registration.unregister();
     assert_eq!(lines.len(), 1, "{lines:#?}");
     assert!(lines[0].contains("Mixed"), "{}", lines[0]);
     let region = Region::of(&memory[50..]).unwrap().to_string();

@@ -46,7 +46,7 @@ impl<'a> Child<'a> {
         let regions: Result<Vec<_>, _> = (0..case.regions)
             .map(|k| Region::of(&arena[(k + 1) * STRIDE..][..REGION_BYTES]))
             .collect();
-        global().register_all(regions.map_err(Mistake::Region)?);
+        let _ = global().register_all(regions.map_err(Mistake::Region)?);
 
         let slices: Vec<_> = (0..case.slices()).map(|i| slice(case, arena, i)).collect();
         let (lookup, twin): (Ask, Ask) = match case.question {

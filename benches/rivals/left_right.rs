@@ -65,7 +65,7 @@ impl Contestant for LeftRight {
 }
 
 impl Changeable for LeftRight {
-    type Key = Bounds;
+    type Key<'a> = Bounds;
 
     fn insert(&self, region: Bounds) -> Bounds {
         self.change(Change::Insert(region));

@@ -26,7 +26,7 @@ impl Contestant for StdRwLock {
 }
 
 impl Changeable for StdRwLock {
-    type Key = Bounds;
+    type Key<'a> = Bounds;
 
     fn insert(&self, region: Bounds) -> Bounds {
         let mut regions = self.0.write().unwrap_or_else(PoisonError::into_inner);
@@ -56,7 +56,7 @@ impl Contestant for ParkingLot {
 }
 
 impl Changeable for ParkingLot {
-    type Key = Bounds;
+    type Key<'a> = Bounds;
 
     fn insert(&self, region: Bounds) -> Bounds {
         insert_sorted(&mut self.0.write(), region);
@@ -90,7 +90,7 @@ impl Contestant for MutexTree {
 }
 
 impl Changeable for MutexTree {
-    type Key = Bounds;
+    type Key<'a> = Bounds;
 
     fn insert(&self, region: Bounds) -> Bounds {
         let mut ends = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -61,13 +61,15 @@ pub(crate) trait Contestant: Sync {
 /// A contestant whose regions come and go while others ask.
 pub(crate) trait Changeable: Contestant {
     /// What an added region is known by.
-    type Key;
+    type Key<'a>
+    where
+        Self: 'a;
 
     /// Adds a region that touches no other one.
-    fn insert(&self, region: Bounds) -> Self::Key;
+    fn insert(&self, region: Bounds) -> Self::Key<'_>;
 
     /// Takes away a region that [`insert`](Self::insert) added.
-    fn remove(&self, key: Self::Key);
+    fn remove(&self, key: Self::Key<'_>);
 }
 
 /// The search of all rivals that keep a vector: pairs, sorted by start.

@@ -2,7 +2,7 @@
 
 use std::ptr;
 
-use pinned_hosts::{Region, RegionId, Registry, global};
+use pinned_hosts::{Region, Registration, Registry, global};
 
 use super::{Bounds, Changeable, Contestant};
 
@@ -23,7 +23,7 @@ impl Contestant for ProcessWide {
 
     fn holding(regions: &[Bounds]) -> Self {
         let standing = global().live_count();
-        global().register_all(regions[standing..].iter().copied().map(region));
+        let _ = global().register_all(regions[standing..].iter().copied().map(region));
         Self
     }
 
@@ -33,14 +33,14 @@ impl Contestant for ProcessWide {
 }
 
 impl Changeable for ProcessWide {
-    type Key = RegionId;
+    type Key<'a> = Registration<'a>;
 
-    fn insert(&self, bounds: Bounds) -> RegionId {
+    fn insert(&self, bounds: Bounds) -> Registration<'_> {
         global().register(region(bounds))
     }
 
-    fn remove(&self, id: RegionId) {
-        global().unregister(id).expect("registered before");
+    fn remove(&self, registration: Registration<'_>) {
+        registration.unregister();
     }
 }
 
@@ -52,7 +52,7 @@ impl Contestant for OwnRegistry {
 
     fn holding(regions: &[Bounds]) -> Self {
         let registry = Registry::new();
-        registry.register_all(regions.iter().copied().map(region));
+        let _ = registry.register_all(regions.iter().copied().map(region));
         Self(registry)
     }
 
@@ -62,14 +62,14 @@ impl Contestant for OwnRegistry {
 }
 
 impl Changeable for OwnRegistry {
-    type Key = RegionId;
+    type Key<'a> = Registration<'a>;
 
-    fn insert(&self, bounds: Bounds) -> RegionId {
+    fn insert(&self, bounds: Bounds) -> Registration<'_> {
         self.0.register(region(bounds))
     }
 
-    fn remove(&self, id: RegionId) {
-        self.0.unregister(id).expect("registered before");
+    fn remove(&self, registration: Registration<'_>) {
+        registration.unregister();
     }
 }
 
@@ -90,13 +90,13 @@ impl Contestant for OwnReader {
 }
 
 impl Changeable for OwnReader {
-    type Key = RegionId;
+    type Key<'a> = Registration<'a>;
 
-    fn insert(&self, bounds: Bounds) -> RegionId {
+    fn insert(&self, bounds: Bounds) -> Registration<'_> {
         self.0.insert(bounds)
     }
 
-    fn remove(&self, id: RegionId) {
-        self.0.remove(id);
+    fn remove(&self, registration: Registration<'_>) {
+        self.0.remove(registration);
     }
 }

@@ -51,7 +51,7 @@ impl Contestant for PapayaPages {
 }
 
 impl Changeable for PapayaPages {
-    type Key = Bounds;
+    type Key<'a> = Bounds;
 
     fn insert(&self, region: Bounds) -> Bounds {
         let map = self.0.pin();

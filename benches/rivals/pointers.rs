@@ -27,7 +27,7 @@ impl Contestant for ArcSwapLoad {
 }
 
 impl Changeable for ArcSwapLoad {
-    type Key = Bounds;
+    type Key<'a> = Bounds;
 
     fn insert(&self, region: Bounds) -> Bounds {
         self.0.rcu(|regions| Arc::new(with(regions, region)));
@@ -80,7 +80,7 @@ impl Contestant for EpochPointer {
 }
 
 impl Changeable for EpochPointer {
-    type Key = Bounds;
+    type Key<'a> = Bounds;
 
     fn insert(&self, region: Bounds) -> Bounds {
         self.publish(|regions| with(regions, region));
@@ -143,7 +143,7 @@ impl Contestant for SeizePointer {
 }
 
 impl Changeable for SeizePointer {
-    type Key = Bounds;
+    type Key<'a> = Bounds;
 
     fn insert(&self, region: Bounds) -> Bounds {
         self.publish(|regions| with(regions, region));

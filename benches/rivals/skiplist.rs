@@ -28,7 +28,7 @@ impl Contestant for SkipList {
 }
 
 impl Changeable for SkipList {
-    type Key = Bounds;
+    type Key<'a> = Bounds;
 
     fn insert(&self, region: Bounds) -> Bounds {
         self.0.insert(region.start, region.end);

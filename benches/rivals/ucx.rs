@@ -122,7 +122,7 @@ impl Contestant for Ucx {
 }
 
 impl Changeable for Ucx {
-    type Key = Bounds;
+    type Key<'a> = Bounds;
 
     fn insert(&self, region: Bounds) -> Bounds {
         let base = ptr::without_provenance(region.start);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{self, CUresult};
-use pinned_hosts::{Region, RegionId};
+use pinned_hosts::{Region, Registration};
 
 use crate::path::bytes_of;
 
@@ -16,7 +16,8 @@ pub(crate) struct HalfPinned {
     /// `None` once it had to be leaked.
     words: Option<Box<[u32]>>,
     context: Arc<CudaContext>,
-    registration: RegionId,
+    /// `None` once the memory was unpinned.
+    registration: Option<Registration<'static>>,
 }
 
 impl HalfPinned {
@@ -35,14 +36,14 @@ impl HalfPinned {
                 sys::CU_MEMHOSTREGISTER_PORTABLE,
             )
         };
-        if pinned != CUresult::CUDA_SUCCESS {
-            pinned_hosts::global().unregister(registration)?;
+        if let Err(error) = pinned.result() {
+            registration.unregister();
+            return Err(error).context("page-locking half of the arena");
         }
-        pinned.result().context("page-locking half of the arena")?;
         Ok(Self {
             words: Some(words),
             context: Arc::clone(context),
-            registration,
+            registration: Some(registration),
         })
     }
 
@@ -61,8 +62,9 @@ impl Drop for HalfPinned {
             // flight, and none can begin: this is borrowed alone.
             && unsafe { sys::cuMemHostUnregister(base) } == CUresult::CUDA_SUCCESS;
         if unpinned {
-            // It is known: nobody else has the id.
-            let _ = pinned_hosts::global().unregister(self.registration);
+            if let Some(registration) = self.registration.take() {
+                registration.unregister();
+            }
         } else {
             // Perhaps still page-locked: it stays known, and stays allocated.
             std::mem::forget(self.words.take());

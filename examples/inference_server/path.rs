@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys::{self, CUresult};
 use cudarc::driver::{CudaContext, CudaStream, CudaViewMut, PinnedHostSlice};
 use pinned_hosts::cuda::{Copier, CopierOptions, CudaError, PinnedBuffer, Policy};
-use pinned_hosts::{Region, RegionId, Residency};
+use pinned_hosts::{Region, Registration, Residency};
 
 /// Makes copies on one stream.
 pub(crate) trait CopyPath: Sized {
@@ -256,7 +256,8 @@ pub(crate) struct PlainPinned {
     memory: PinnedHostSlice<u32>,
     /// The registry knows the memory in this mode too, so that lookups take as
     /// long; only, nobody asks it before a copy.
-    registration: RegionId,
+    /// Taken when this is dropped.
+    registration: Option<Registration<'static>>,
 }
 
 impl Pinned for PlainPinned {
@@ -268,7 +269,7 @@ impl Pinned for PlainPinned {
         let region = Region::of(bytes_of(memory.as_slice()?))?;
         Ok(Self {
             memory,
-            registration: pinned_hosts::global().register(region),
+            registration: Some(pinned_hosts::global().register(region)),
         })
     }
 
@@ -283,8 +284,9 @@ impl Pinned for PlainPinned {
 
 impl Drop for PlainPinned {
     fn drop(&mut self) {
-        // Known, since nobody else has the id.
-        let _ = pinned_hosts::global().unregister(self.registration);
+        if let Some(registration) = self.registration.take() {
+            registration.unregister();
+        }
     }
 }
 

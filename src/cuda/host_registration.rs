@@ -227,7 +227,7 @@ impl<B: HostMemory> Parts<B> {
             let Ok(chunk) = Region::of(bytes) else {
                 continue;
             };
-            let id = global()
+            let registration = global()
                 .register_alone(RegionState::Pinning, chunk)
                 .map_err(overlaps)?;
             let mut doubt = None;
@@ -244,8 +244,8 @@ impl<B: HostMemory> Parts<B> {
                     certain => certain,
                 }
             };
-            let registration = global()
-                .pin_registered(id, chunk, self.grace_limit, pin)
+            let registration = registration
+                .pin(self.grace_limit, pin)
                 .map_err(|error| RegisterFailure::of_pin(error, chunk, pinned_bytes))?;
             self.chunks.push(registration);
             if let Some(error) = doubt {

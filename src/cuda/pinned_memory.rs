@@ -9,9 +9,8 @@ use cudarc::driver::CudaContext;
 
 use super::wait::driver_is_gone;
 use super::{CudaError, driver};
-use crate::entry::{Owner, RegionState};
 use crate::process::Process;
-use crate::{Region, RegionId, global, log};
+use crate::{Region, Registration, global, log};
 
 /// Page-locked memory from the driver, in the process-wide registry from its
 /// making to its end.
@@ -24,11 +23,11 @@ pub(super) struct PinnedMemory {
     base: NonNull<u8>,
     bytes: usize,
     context: Arc<CudaContext>,
-    registration: RegionId,
+    /// `None` once the memory was freed.
+    registration: Option<Registration<'static>>,
     /// The process that pinned the memory. A child after `fork` has a copy of
     /// this, but not of the pinning: it must not free it.
     owner: Process,
-    freed: bool,
 }
 
 // SAFETY: it owns the memory, as a `Box<[u8]>` would, and never touches it.
@@ -51,9 +50,8 @@ impl PinnedMemory {
             bytes,
             context: Arc::clone(context),
             // Registered before anybody can hold a slice of it.
-            registration: global().register_for(Owner::Handle, RegionState::Live, region),
+            registration: Some(global().register(region)),
             owner: Process::current(),
-            freed: false,
         })
     }
 
@@ -84,8 +82,9 @@ impl PinnedMemory {
             // Unpinned first, unregistered then: in between, the answer
             // "pinned" is wrong to the safe side.
             Ok(()) => {
-                global().unregister_handles(&[self.registration]);
-                self.freed = true;
+                if let Some(registration) = self.registration.take() {
+                    registration.unregister();
+                }
             }
             Err(error) => report_leak(self.bytes, &error),
         }
@@ -128,7 +127,7 @@ pub(super) fn is_end_of_driver(error: &CudaError) -> bool {
 
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
-        if !self.freed {
+        if self.registration.is_some() {
             mem::forget(Arc::clone(&self.context));
         }
     }

@@ -130,6 +130,14 @@ impl Node {
         self.reaches[self.items.len()]
     }
 
+    /// How many levels of nodes there are below this one.
+    pub(super) fn height(&self) -> usize {
+        match &self.items {
+            Items::Children(children) => children.first().map_or(0, |it| 1 + it.node.height()),
+            Items::Entries(_) => 0,
+        }
+    }
+
     /// How many items start at or before `address`; at the last address of all,
     /// which no region reaches, too many.
     #[inline]
@@ -171,7 +179,7 @@ impl Items {
         }
     }
 
-    fn first(&self) -> Option<Key> {
+    pub(super) fn first(&self) -> Option<Key> {
         match self {
             Self::Entries(entries) => entries.first().map(RegionEntry::key),
             Self::Children(children) => children.first().map(|child| child.first),

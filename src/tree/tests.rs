@@ -8,7 +8,7 @@ use std::ptr;
 
 use super::*;
 use crate::entry::{Owner, RegionState};
-use crate::region::{Region, RegionId};
+use crate::region::Region;
 
 /// Numbers that look random, the same ones for the same seed.
 struct Numbers(u64);
@@ -25,7 +25,7 @@ impl Numbers {
 
 fn entry(start: usize, len: usize) -> RegionEntry {
     let region = Region::new(ptr::without_provenance(start), len).unwrap();
-    RegionEntry::new(RegionId::draw(region), region, Owner::Id)
+    RegionEntry::new(region, Owner::Handle)
 }
 
 /// Some long ones among short ones, of which some start alike.
@@ -417,4 +417,100 @@ fn what_lies_around_an_address_is_what_a_look_at_every_entry_says() {
             );
         }
     }
+}
+
+/// `tree` after so many edits of others: never of `own`, which is sorted.
+fn edited_by_others(tree: &Tree, own: &[Key], count: usize, numbers: &mut Numbers) -> Tree {
+    (0..count).fold(tree.clone(), |tree, _| {
+        let key = (numbers.below(10_000), 0);
+        let known = tree.first_from(key);
+        let known = known.filter(|it| own.binary_search(&it.key()).is_err());
+        match known {
+            Some(entry) if numbers.below(3) == 0 => tree.without(entry.key()),
+            Some(entry) if numbers.below(2) == 0 => {
+                let state = [RegionState::Retiring, RegionState::Live][numbers.below(2)];
+                tree.replaced(entry.in_state(state))
+            }
+            _ => tree.with(&[any_entry(numbers)]),
+        }
+    })
+}
+
+/// Trees of any sizes, from empty ones to ones of three levels, which become higher
+/// and lower meanwhile.
+#[test]
+fn to_rebase_a_tree_is_to_build_it_anew() {
+    let mut numbers = Numbers(14);
+    for round in 0..150 {
+        let count = [0, 3, 60, 300, 3000][numbers.below(5)];
+        let old = Tree::empty().with(&any_entries(&mut numbers, count));
+        // What this writer changes.
+        let count = [0, 1, 40, 1000][numbers.below(4)];
+        let added = any_entries(&mut numbers, count);
+        let known: Vec<_> = old.iter().collect();
+        let kept = 1 + numbers.below(20);
+        let own: Vec<_> = known
+            .iter()
+            .skip(numbers.below(200))
+            .step_by(kept)
+            .collect();
+        let change = |tree: &Tree| match round % 3 {
+            0 => tree.clone().with(&added),
+            1 => own
+                .iter()
+                .fold(tree.clone(), |tree, it| tree.without(it.key())),
+            _ => own.iter().fold(tree.clone(), |tree, it| {
+                tree.replaced(it.in_state(RegionState::Pinning))
+            }),
+        };
+        let keys: Vec<Key> = match round % 3 {
+            0 => Vec::new(),
+            _ => own.iter().map(|it| it.key()).collect(),
+        };
+        let count = [0, 1, 2, 30, 500, 4000][numbers.below(6)];
+        let new = edited_by_others(&old, &keys, count, &mut numbers);
+
+        let rebased = change(&old).rebased(&old, &new, usize::MAX).unwrap();
+        let expected: Vec<_> = change(&new).iter().collect();
+        check(&rebased, &expected);
+        // The other way round it is the same, and to itself nothing.
+        let rebased = new
+            .clone()
+            .rebased(&old, &change(&old), usize::MAX)
+            .unwrap();
+        check(&rebased, &expected);
+        check(&old.clone().rebased(&new, &new, 0).unwrap(), &known);
+    }
+}
+
+#[test]
+fn the_same_change_on_both_sides_cannot_be_rebased() {
+    let old = Tree::empty().with(&any_entries(&mut Numbers(15), 100));
+    let entry = old.iter().nth(50).unwrap();
+    let removed = old.clone().without(entry.key());
+    assert!(removed.clone().rebased(&old, &removed, 100).is_none());
+    let replaced = old.clone().replaced(entry.in_state(RegionState::Retiring));
+    assert!(removed.clone().rebased(&old, &replaced, 100).is_none());
+    let added = old.clone().with(&[self::entry(77, 1)]);
+    assert!(added.clone().rebased(&old, &added, 100).is_none());
+}
+
+/// However many registrations there are that did not change.
+#[test]
+fn the_steps_to_rebase_depend_on_what_differs() {
+    let mut numbers = Numbers(16);
+    let old = Tree::empty().with(&any_entries(&mut numbers, 20_000));
+    assert!(levels(&old).iter().flatten().count() > 600);
+    for count in [1, 2, 10] {
+        for _ in 0..20 {
+            let new = edited_by_others(&old, &[], count, &mut numbers);
+            // For each edit two paths of three nodes, and one beside where two
+            // are joined.
+            let steps = count * 10;
+            assert!(old.clone().rebased(&old, &new, steps).is_some());
+        }
+    }
+    let all = any_entries(&mut numbers, 20_000);
+    let new = Tree::empty().with(&all);
+    assert!(old.clone().rebased(&old, &new, 5000).is_none());
 }

@@ -91,17 +91,20 @@ pub(crate) fn waiting_copier(stream: &Arc<CudaStream>) -> Copier {
 /// the registry.
 pub(crate) struct Registered {
     pub(crate) memory: Vec<u8>,
-    id: pinned_hosts::RegionId,
+    registration: Option<pinned_hosts::Registration<'static>>,
 }
 
 impl Registered {
     pub(crate) fn new(memory: Vec<u8>) -> Self {
-        let id = global().register(Region::of(&memory).unwrap());
+        let registration = global().register(Region::of(&memory).unwrap());
         let base = memory.as_ptr().cast_mut().cast();
         // SAFETY: the vector outlives the registration (see `drop`).
         let code = unsafe { sys::cuMemHostRegister_v2(base, memory.len(), 1) };
         assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-        Self { memory, id }
+        Self {
+            memory,
+            registration: Some(registration),
+        }
     }
 }
 
@@ -111,7 +114,7 @@ impl Drop for Registered {
         // SAFETY: registered by `new`.
         let code = unsafe { sys::cuMemHostUnregister(base) };
         assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-        global().unregister(self.id).unwrap();
+        self.registration.take().unwrap().unregister();
     }
 }
 

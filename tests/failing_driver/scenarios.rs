@@ -25,7 +25,7 @@ use pinned_hosts::cuda::{
     PinnedBuffer, PinnedPool, Policy, Progress, RegisterFailure, RegisterOptions, Transfer,
     TransferError, UnregisterFailure,
 };
-use pinned_hosts::{Region, RegionId, global};
+use pinned_hosts::{Region, Registration, global};
 
 /// Bytes of a copy, and of a place for one on the device.
 pub(crate) const LEN: usize = 256;
@@ -110,7 +110,7 @@ impl Memory {
 struct Locked {
     context: Arc<CudaContext>,
     bytes: Vec<u8>,
-    parts: Vec<(usize, RegionId)>,
+    parts: Vec<(usize, Registration<'static>)>,
 }
 
 impl Locked {
@@ -118,9 +118,9 @@ impl Locked {
         let bytes = vec![ON_HOST; LEN];
         let lock = |&(start, end): &(usize, usize)| {
             let part = &bytes[start..end];
-            let id = global().register(Region::of(part).unwrap());
+            let registration = global().register(Region::of(part).unwrap());
             page_lock(context, part).unwrap();
-            (start, id)
+            (start, registration)
         };
         let parts = parts.iter().map(lock).collect();
         let context = Arc::clone(context);
@@ -134,9 +134,9 @@ impl Locked {
 
 impl Drop for Locked {
     fn drop(&mut self) {
-        for &(start, id) in &self.parts {
+        for (start, registration) in self.parts.drain(..) {
             page_unlock(&self.context, self.bytes[start..].as_ptr()).unwrap();
-            global().unregister(id).unwrap();
+            registration.unregister();
         }
     }
 }
