@@ -302,8 +302,8 @@ pub(crate) const FAULTS: &[Fault] = &[
     Fault {
         name: "a_limit_ends_the_grace_period",
         what: "a wait that reaches its limit counts as one that went through",
-        found_by: &["a_pin_that_gives_up", "an_unpin_that_gives_up"],
-        reason: "found pageable, and read late|while the device reads it",
+        found_by: &["a_pin_that_gives_up"],
+        reason: "found pageable, and read late",
     },
     Fault {
         name: "given_up_unpin_stays_retiring",

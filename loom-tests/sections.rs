@@ -311,7 +311,10 @@ pub(crate) const MODELS: [Model; 15] = [
                         witness.saw("none is left");
                     }
                 });
-                thread::yield_now();
+                // Each time, a wait can give up without an interruption.
+                for _ in 0..4 {
+                    thread::yield_now();
+                }
                 drop(section);
                 waits.join().unwrap();
             })

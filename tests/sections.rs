@@ -112,9 +112,9 @@ fn what_a_thread_finds_in_an_overlapping_section_holds_until_that_one_ends() {
     let registry = Registry::new();
     let memory = &[0u8; 64];
     let region = Region::of(memory).unwrap();
-    let (go_on, gone_on) = mpsc::channel::<()>();
-    let (tell, told) = mpsc::channel();
     thread::scope(|scope| {
+        let (go_on, gone_on) = mpsc::channel::<()>();
+        let (tell, told) = mpsc::channel();
         let registry = &registry;
         scope.spawn(move || {
             let first = registry.enter();
