@@ -509,7 +509,7 @@ impl fmt::Display for GraceError {
         match self {
             Self::InsideSection => f.write_str(
                 "this thread is inside a read-side section of the registry (or is exiting) and \
-                 would wait for itself: end the Section, the Copier::scope or the checked slice first",
+                 would wait for itself: end the Section or the Copier::scope first",
             ),
             Self::ForkedChild => f.write_str(
                 "this process was forked from the one that made the registry: only that one can \
