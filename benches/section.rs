@@ -30,6 +30,11 @@ fn enter(c: &mut Criterion) {
         let _outer = global().enter();
         b.iter(|| drop(global().enter()));
     });
+    group.bench_function("section entered before the last one ends", |b| {
+        let mut last = global().enter();
+        b.iter(|| last = global().enter());
+        drop(last);
+    });
     group.bench_function("RwLock::read", |b| {
         b.iter(|| drop(black_box(lock.read())));
     });

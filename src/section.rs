@@ -527,6 +527,7 @@ impl fmt::Display for GraceError {
 impl Error for GraceError {}
 
 #[cfg(all(test, not(loom)))]
+#[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 
