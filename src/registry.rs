@@ -428,13 +428,13 @@ impl Registry {
             });
             let generation = current.generation + 1;
             next.generation = generation;
+            let new = Arc::new(next);
+            let built = (steps > 0).then(|| Arc::clone(&new));
             // Right before the publish: in between, lookups take the published
             // snapshot anew, each time. A writer that loses the race has
             // announced no more than the winner, which began with the same
             // snapshot.
             self.announce(generation);
-            let new = Arc::new(next);
-            let built = (steps > 0).then(|| Arc::clone(&new));
             let previous = self.published.compare_and_swap(&current, new);
             weakened!("announced_once_published" => {
                 self.announced.fetch_max(generation, Ordering::Relaxed);
