@@ -56,14 +56,16 @@ use crate::sync::{Arc, Cell, Unheld, modelled_only, per_thread, weakened};
 ///
 /// Make one per thread, ahead of time, and keep it; from
 /// [`Registry::reader`]. A lookup takes no lock, writes nothing that another
-/// thread reads, allocates nothing and is wait-free. (A lookup just after a
-/// publish takes the new snapshot, which costs some tens of nanoseconds, and a
-/// microsecond or two where another core has just written it. The old one is left
-/// for the next writer to free, unless this reader is the last to hold it: if it
-/// skipped a publish, or two writers published at once.)
+/// thread reads, neither allocates nor frees, and is wait-free. (A lookup just
+/// after a publish takes the new snapshot, which costs some tens of nanoseconds,
+/// and a microsecond or two where another core has just written it. A writer frees
+/// the old one. If that lookup is the thread's first one of any registry, it
+/// allocates; and one lookup in a forked child may: see
+/// [`is_pinned`](crate::is_pinned#what-a-lookup-does-and-what-it-does-not).)
 ///
 /// The questions take `&mut self` because a lookup may replace the snapshot
-/// the reader keeps. An idle reader keeps one old snapshot alive.
+/// the reader keeps. An idle reader keeps one old snapshot, which may be large,
+/// until it is asked again or dropped.
 ///
 /// ```
 /// use pinned_hosts::{Region, Registry};
@@ -200,8 +202,7 @@ impl Kept {
         let before = self.0.replace(Some(reader));
         // An error: under `cfg(loom)`, on a thread that exits.
         let _ = SEEN.try_with(|it| it.set(Some(seen)));
-        // Last, since to free a snapshot may run a lookup: that of a global
-        // allocator that asks.
+        // Last, so that `SEEN` never names what is not held.
         drop(before);
     }
 }
@@ -273,9 +274,9 @@ pub(crate) fn enter_and_ask(span: Span) -> (Section<'static>, Residency) {
 
 /// Asks the process-wide registry through this thread's reader.
 ///
-/// `ask` must not run another lookup, which could let go of the snapshot that it
-/// is looking at: so it must not copy, log, or allocate (a global allocator may
-/// ask).
+/// `ask` must not run another lookup, which could drop this thread's hold on the
+/// snapshot that it is looking at: so it must not copy, log, or allocate (a global
+/// allocator may ask).
 #[inline]
 fn ask_global<R>(ask: impl Fn(&Snapshot) -> R) -> R {
     if let Ok(Some(seen)) = SEEN.try_with(Cell::get)

@@ -228,13 +228,19 @@ mod tests {
     /// How many values are alive.
     struct Values(Arc<()>);
 
+    struct Value {
+        _one_of: Arc<()>,
+    }
+
     impl Values {
         fn new() -> Self {
             Self(Arc::new(()))
         }
 
-        fn value(&self) -> Arc<Arc<()>> {
-            Arc::new(Arc::clone(&self.0))
+        fn value(&self) -> Arc<Value> {
+            Arc::new(Value {
+                _one_of: Arc::clone(&self.0),
+            })
         }
 
         fn alive(&self) -> usize {

@@ -54,7 +54,8 @@ fn ask(count: impl FnOnce(&mut Answers)) {
     if ASKS.replace(false) {
         let right = pinned_hosts::is_pinned(&REGISTERED)
             && !pinned_hosts::is_pinned(&NEVER_REGISTERED)
-            && pinned_hosts::live_count() > 0;
+            && pinned_hosts::live_count() > 0
+            && global().enter().is_pinned(&REGISTERED);
         if let Some(left) = PUBLISHES.get().checked_sub(1) {
             PUBLISHES.set(left);
             publish(1);
