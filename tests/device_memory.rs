@@ -25,8 +25,10 @@ fn session() -> Session {
     cuda_sim::load().unwrap().session()
 }
 
+type Form = fn(&Copier, &PinnedBuffer<u8>, &mut CudaSlice<u8>);
+
 /// Each form of copy to the device that returns before the device is done.
-const FORMS: [fn(&Copier, &PinnedBuffer<u8>, &mut CudaSlice<u8>); 5] = [
+const FORMS: [Form; 5] = [
     |copier, _, dst| copier.copy_h2d_async(&[1; LEN], dst).unwrap(),
     |copier, source, dst| copier.copy_h2d_async(source, dst).unwrap(),
     |copier, source, dst| copier.copy_h2d_from(source, 0..LEN, dst).unwrap(),
