@@ -183,9 +183,9 @@ pub fn register(ptr: *const u8, bytes: usize) {
 /// A null or unknown `ptr` is ignored, an address inside a region too. It
 /// cannot remove what the typed interface or a buffer registered.
 ///
-/// Call it *after* the memory was unpinned. Whoever pins memory through driver
-/// calls of their own vouches for this order: once a region is gone, copies
-/// from it are not waited for.
+/// Call it *after* the memory was unpinned. If you pin memory through driver
+/// calls of your own, you are responsible for this order: once a region is gone,
+/// copies from it are not waited for.
 pub fn unregister(ptr: *const u8) {
     global().unregister_base(ptr);
 }

@@ -4,7 +4,7 @@
 //!
 //! Whoever drops the last hold on a snapshot frees it: up to all nodes of a
 //! tree, in an allocator that may lock. So a writer puts its hold on the snapshot
-//! that it superseded onto a stack, before it lets go of any other hold, and only
+//! that it superseded onto a stack, before it drops any other hold, and only
 //! writers take holds off the stack. Such a writer, in a *walk*, drops a hold only
 //! if it is the last one, and puts the others back. So the hold that a reader
 //! drops is never the last one.
@@ -30,7 +30,7 @@
 //! then looks at five of them on average. At most as many are kept as readers held
 //! at the last walk, a quarter more, and one for each writer that is at it.
 //!
-//! What a reader lets go of stays until a walk, so until some publish.
+//! A snapshot that a reader drops stays until a walk, so until some publish.
 
 use std::marker::PhantomData;
 use std::ptr;

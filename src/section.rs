@@ -24,7 +24,7 @@
 //!   driver call waits for it to end.
 //! - It began after: the epoch's entry and the publish are both on either side
 //!   of a full fence, so its lookup finds the new answer. `Pinning` counts as
-//!   pinned, though nothing is pinned yet: the copy is waited for, in vain.
+//!   pinned, though nothing is pinned yet: the wait is unnecessary, but safe.
 //!   From `Retiring` memory, though it still is pinned, the device is not let
 //!   read: the copy goes through other memory.
 //!

@@ -19,7 +19,7 @@
 //! | a copy inside a CUDA graph | [`capture_h2d_from`](Copier::capture_h2d_from) | no |
 //! | `cudarc` calls that are to stay nearly as they are | [`CheckedCopies`] | as the first line to the device, yes to the host |
 //!
-//! ¹ Grace, integrated GPUs, and, for want of a promise, many x86 Linux systems
+//! ¹ Grace, integrated GPUs, and, since nothing is promised, many x86 Linux systems
 //! with HMM: see the README's limits.
 //! [`CopierOptions::trust_pageable_access`] excepts the last for a `Copier`.
 //!

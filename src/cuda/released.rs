@@ -1,4 +1,4 @@
-//! What could not be freed where its owner let go of it.
+//! Things that could not be freed where their owner ended.
 //!
 //! Some owners end where nothing may be freed: the graph that kept a buffer ends
 //! on a thread of the driver's, which must not call the driver; a registration
