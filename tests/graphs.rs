@@ -7,7 +7,7 @@ mod common;
 use std::fs;
 use std::hint;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Weak, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -500,7 +500,8 @@ fn what_frees_released_buffers_passes_by_those_in_use() {
         copier.capture_h2d_from(&empty, 0..0, &mut nothing).unwrap();
     };
     let ask = |_: &Untracked| assert!(reclaim() <= 1);
-    let calls: [(&str, fn(&Untracked)); 4] = [
+    type Call = fn(&Untracked);
+    let calls: [(&str, Call); 4] = [
         ("take", take),
         ("make", make),
         ("capture", capture),
