@@ -289,6 +289,67 @@ fn a_wait_that_failed_is_reported_once_and_the_buffer_can_be_written() {
     rig.assert_sound();
 }
 
+/// How often the driver was told to wait for a stream, and for a context.
+fn wider_waits(rig: &Rig) -> [u64; 2] {
+    ["cuStreamSynchronize", "cuCtxSynchronize"].map(|call| rig.sim.calls(call))
+}
+
+#[test]
+fn a_wait_that_failed_is_widened_to_the_stream_and_no_further() {
+    let rig = Rig::new();
+    for stream in [rig.stream.clone(), rig.context.per_thread_stream()] {
+        let copier = Copier::new(&stream).unwrap();
+        let mut buffer = ones(&rig);
+        let mut on_device = rig.zeros::<u8>(LEN);
+        copier
+            .copy_h2d_from(&buffer, 0..LEN, &mut on_device)
+            .unwrap();
+        let [streams, contexts] = wider_waits(&rig);
+        rig.sim.fail_nth("cuEventSynchronize", 1, code::UNKNOWN);
+        buffer.wait().unwrap_err();
+        assert_eq!(wider_waits(&rig), [streams + 1, contexts]);
+        buffer.as_mut_slice().unwrap().fill(2);
+        rig.assert_sound();
+    }
+}
+
+/// On this thread, the handle of the per-thread stream is another stream.
+#[test]
+fn a_wait_that_failed_for_another_threads_own_stream_is_widened_to_the_context() {
+    let rig = Rig::new();
+    let copier = Copier::new(&rig.context.per_thread_stream()).unwrap();
+    let buffer = Arc::new(ones(&rig));
+    let mut on_device = rig.zeros::<u8>(LEN);
+    let (copied, waited) = (Barrier::new(2), Barrier::new(2));
+    let (result, counters) = thread::scope(|scope| {
+        let theirs = Arc::clone(&buffer);
+        let (copier, copied, waited, on_device) = (&copier, &copied, &waited, &mut on_device);
+        scope.spawn(move || {
+            copier.copy_h2d_from(&theirs, 0..LEN, on_device).unwrap();
+            drop(theirs);
+            copied.wait();
+            // A thread's end would let its stream finish.
+            waited.wait();
+        });
+        copied.wait();
+        let mut buffer = Arc::into_inner(buffer).unwrap();
+        let [streams, contexts] = wider_waits(&rig);
+        rig.sim.fail_nth("cuEventSynchronize", 1, code::UNKNOWN);
+        let result = buffer.wait();
+        let waits = wider_waits(&rig);
+        if let Ok(memory) = buffer.as_mut_slice() {
+            memory.fill(2);
+        }
+        drop(buffer);
+        let counters = rig.counters();
+        waited.wait();
+        assert_eq!(waits, [streams, contexts + 1]);
+        (result, counters)
+    });
+    result.unwrap_err();
+    assert_eq!((counters.torn_transfers, counters.dead_reads), (0, 0));
+}
+
 #[test]
 fn memory_that_cannot_be_freed_is_leaked_and_stays_registered() {
     let rig = Rig::new();

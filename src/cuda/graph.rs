@@ -66,6 +66,9 @@ impl Copier {
     /// spoils a capture if they lie before it; see
     /// [`disable_event_tracking`](cudarc::driver::CudaContext::disable_event_tracking).
     ///
+    /// Buffers that other graphs have kept, and that are idle, are freed; those in
+    /// use are not waited for.
+    ///
     /// The driver does not lock graphs. Let one thread at a time capture into
     /// one, and end the capture when the others are through.
     ///

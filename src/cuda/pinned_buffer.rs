@@ -21,7 +21,9 @@ use super::wait::{Waited, wait_for_event, wait_for_stream};
 ///
 /// The memory is portable (every context may use it) and not write-combined
 /// (the CPU reads it at full speed). Pinning costs about 0.3 to 1 ms per MB:
-/// make buffers ahead of time and use them again.
+/// make buffers ahead of time and use them again. To make one frees idle buffers
+/// that graphs have kept ([`reclaim`](super::reclaim)), and waits for no transfer
+/// from those in use.
 ///
 /// It reads as a slice. To write, ask for [`as_mut_slice`](Self::as_mut_slice),
 /// which waits until no transfer reads the buffer any more. Dropping waits

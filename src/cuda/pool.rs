@@ -41,6 +41,11 @@ const PAUSES: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(
 /// is less. If the limit is in the way of a new buffer, idle ones of other
 /// sizes are freed for it, the small ones first.
 ///
+/// To free page-locked memory can take as long as all work of the device:
+/// `cuMemFreeHost` was seen to wait for it (NVIDIA/nccl#48), and no document says
+/// that it does not. So give a pool room for all sizes that are in use at once:
+/// then [`take`](Self::take) frees none of its buffers.
+///
 /// Share it by reference or in an `Arc`. It frees its buffers when it is
 /// dropped, which waits for the copies from them; buffers that are out at that
 /// time stay good, and are freed by their own drop.
@@ -141,7 +146,13 @@ impl<T: DeviceRepr + Copy + ValidAsZeroBits> PinnedPool<T> {
     }
 
     /// A buffer of `len` elements, which hold whatever they last held (zeros,
-    /// the first time). Waits for no transfer.
+    /// the first time).
+    ///
+    /// It waits for no transfer: a buffer in use is passed by. But if no buffer of
+    /// the size is free, one is made, and the driver may wait for the device while
+    /// it frees memory for that: idle buffers of other sizes if the limit is in the
+    /// way, and buffers that graphs have kept
+    /// ([`reclaim`](crate::cuda::reclaim)).
     ///
     /// # Errors
     ///
