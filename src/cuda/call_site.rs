@@ -30,8 +30,8 @@ pub(super) fn warn(
     log::emit(|| match residency {
         Residency::Pinned | Residency::Seam | Residency::Mixed => tracing::warn!(
             %site, region = region.map(tracing::field::display), ?residency, ?cost, no_ring,
-            "a copy from page-locked memory waited for the device: Policy::Stage (for sources \
-             within its limit), Copier::copy_h2d_from, upload and scope would not"
+            "a copy from page-locked memory waited for the device: Policy::Stage (for registered \
+             sources within its limit), Copier::copy_h2d_from, upload and scope would not"
         ),
         Residency::Pageable => tracing::warn!(
             %site, ?residency, ?cost, no_ring,

@@ -22,7 +22,8 @@ use super::{Copier, CopierOptions, CudaError, DeviceDestination, DeviceSource};
 use crate::span::Span;
 
 /// The copies of `cudarc`'s streams, sound for whatever host memory they are
-/// given: `memcpy_htod` becomes `memcpy_htod_checked`, and nothing else changes.
+/// given: `memcpy_htod` becomes `memcpy_htod_checked`, and the error becomes a
+/// [`CudaError`].
 ///
 /// Each is a copy of a [`Copier`] with the default [`CopierOptions`]: pageable
 /// memory costs little more than `cudarc`'s own call, page-locked memory that is
@@ -35,9 +36,12 @@ use crate::span::Span;
 /// Host memory can be anything that `cudarc` takes. Memory that says that its
 /// owner waits for the stream (`cudarc`'s
 /// [`PinnedHostSlice`](cudarc::driver::PinnedHostSlice) and
-/// [`UnifiedSlice`](cudarc::driver::UnifiedSlice)) counts as page-locked. Hand
-/// it over as it is: the slice that its `as_slice` returns looks like any other,
-/// and page-locked memory that nobody has registered is not recognised.
+/// [`UnifiedSlice`](cudarc::driver::UnifiedSlice)) counts as page-locked, and is
+/// always waited for: the CPU must not read it before earlier work of the stream
+/// is done, so it is not staged. Hand it over as it is: the slice that its
+/// `as_slice` returns looks like any other, and page-locked memory that nobody has
+/// registered is not recognised. Hand a [`PinnedBuffer`](super::PinnedBuffer) over
+/// as the slice `&buffer[..]`.
 ///
 /// ```no_run
 /// use pinned_hosts::cuda::{self, CheckedCopies, PinnedBuffer};

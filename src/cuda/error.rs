@@ -175,9 +175,9 @@ impl fmt::Display for CudaError {
                  allocate a larger one, or copy a part"
             ),
             Self::StreamIsCapturing => f.write_str(
-                "the stream is capturing a graph, which would read the host memory again at \
-                 every launch: copy before the capture begins, or on another stream, or capture \
-                 the copy of an owned buffer with capture_h2d_from",
+                "the stream is capturing a graph, which would use the host memory again at \
+                 every launch: copy before the capture begins, or on another stream; to the \
+                 device, an owned buffer can be captured with capture_h2d_from",
             ),
             Self::StreamIsNotCapturing => f.write_str(
                 "the stream is capturing no graph: begin a capture first, or copy with \

@@ -126,7 +126,10 @@
 //! # let context = cuda::context(0)?;
 //! # let copier = Copier::new(&context.new_stream()?)?;
 //! # let stream = copier.stream();
-//! # let mut on_device = stream.alloc_zeros::<u32>(1024)?;
+//! // SAFETY: all work is on one stream. (Else the wait for the last use of the
+//! // destination, which lies before the capture, would spoil it.)
+//! unsafe { context.disable_event_tracking() };
+//! let mut on_device = stream.alloc_zeros::<u32>(1024)?;
 //! let table = Arc::new(PinnedBuffer::from_slice(&context, &[7u32; 1024])?);
 //! stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
 //! let captured = copier.capture_h2d_from(&table, 0..1024, &mut on_device);
@@ -143,6 +146,7 @@
 //! # let stream = context.new_stream()?;
 //! # let mut on_device = stream.alloc_zeros::<u32>(4)?;
 //! # let slice = [1, 2, 3, 4];
+//! // The error is a `CudaError`, in place of `cudarc`'s `DriverError`.
 //! stream.memcpy_htod_checked(&slice, &mut on_device)?; // was: memcpy_htod
 //! let result = stream.clone_dtoh_checked(&on_device)?; // was: clone_dtoh
 //! # Ok::<(), Box<dyn std::error::Error>>(())

@@ -109,7 +109,7 @@ impl CopierOptions {
     /// # Safety
     ///
     /// The driver must stage pageable sources before the copy call returns.
-    /// Measure it on your devices: `tests/driver_conformance.rs` does.
+    /// Measure it on your devices: `tests/driver_conformance` does.
     pub unsafe fn trust_pageable_access(mut self) -> Self {
         self.trusts_pageable_access = true;
         self
