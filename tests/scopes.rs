@@ -400,6 +400,29 @@ fn a_pinned_buffer_can_be_the_source_of_a_scope() {
     rig.assert_sound();
 }
 
+#[test]
+fn an_error_of_the_last_wait_is_that_of_the_scope() {
+    let rig = Rig::new();
+    let source = Registered::new(vec![7; LEN]);
+    let mut on_device = rig.zeros::<u8>(LEN);
+    let scoped = rig.copier.scope(|scope| {
+        scope.copy_h2d(&source.memory, &mut on_device)?;
+        rig.sim
+            .fail_nth("cuEventSynchronize", 1, cuda_sim::code::UNKNOWN);
+        Ok(())
+    });
+    rig.sim.clear_faults();
+    assert!(matches!(
+        scoped,
+        Err(CudaError::Driver {
+            call: "cuEventSynchronize",
+            ..
+        })
+    ));
+    assert_eq!(rig.read_back(&on_device), [7; LEN]);
+    rig.assert_sound();
+}
+
 /// More than one piece goes through the heap, both ways.
 #[test]
 fn large_memory_that_is_about_to_be_unpinned_goes_through_the_heap_in_pieces() {
