@@ -13,7 +13,9 @@ use cudarc::driver::{
     CudaContext, CudaEvent, CudaGraph, CudaSlice, CudaStream, DriverError, HostSlice,
     PinnedHostSlice, SyncOnDrop,
 };
-use pinned_hosts::cuda::{CheckedCopies, CudaError, HostRegistration, PinnedBuffer};
+use pinned_hosts::cuda::{
+    CheckedCopies, CudaError, HostRegistration, PinnedBuffer, RawDeviceMemory,
+};
 use pinned_hosts::{Residency, residency};
 
 const LEN: usize = 4096;
@@ -259,6 +261,105 @@ fn a_buffer_of_cudarcs_is_read_in_the_order_of_the_stream() {
         .unwrap();
     // (The simulated driver counts the device's own write as a change.)
     assert_eq!(rig.read_back(&on_device), [7; LEN]);
+}
+
+/// The copy that fills it is still under way, and the one that was refused has not
+/// waited for it.
+#[test]
+fn a_copy_that_is_refused_leaves_what_a_buffer_of_cudarcs_waits_for() {
+    let rig = Rig::new();
+    let other = rig.context.new_stream().unwrap();
+    let sevens = other.clone_htod(&[7u8; LEN]).unwrap();
+    let mut on_device = rig.zeros::<u8>(LEN);
+    rig.stream
+        .memcpy_htod_checked(&[0], &mut on_device)
+        .unwrap();
+    let mut buffer = pinned_host_slice(&rig);
+    other.memcpy_dtoh(&sevens, &mut buffer).unwrap();
+    rig.sim.fail_nth("cuStreamWaitEvent", 1, code::UNKNOWN);
+    let refused = rig.stream.memcpy_htod_checked(&buffer, &mut on_device);
+    assert!(
+        matches!(refused, Err(CudaError::Stored { .. })),
+        "{refused:?}"
+    );
+    rig.sim.clear_faults();
+    assert_eq!(buffer.as_slice().unwrap(), [7; LEN]);
+}
+
+/// Its event cannot be recorded on a stream of another context.
+#[test]
+fn a_buffer_of_another_context_is_copied_and_blames_no_later_copy() {
+    let rig = Rig::new();
+    let other = pinned_hosts::cuda::context(1).unwrap();
+    // SAFETY: written before it is read.
+    let mut buffer = unsafe { other.alloc_pinned::<u8>(LEN) }.unwrap();
+    buffer.as_mut_slice().unwrap().fill(7);
+    let on_device = rig.stream.clone_htod_checked(&buffer).unwrap();
+    buffer.as_mut_slice().unwrap().fill(8);
+    assert_eq!(rig.context.check_err(), Ok(()));
+    rig.stream
+        .memcpy_dtoh_checked(&on_device, &mut buffer)
+        .unwrap();
+    assert_eq!(rig.context.check_err(), Ok(()));
+    assert_eq!(buffer.as_slice().unwrap(), [7; LEN]);
+}
+
+/// Makes another context current when it is asked.
+struct Elsewhere(Registered, Arc<CudaContext>);
+
+impl HostSlice<u8> for Elsewhere {
+    fn len(&self) -> usize {
+        LEN
+    }
+
+    unsafe fn stream_synced_slice<'a>(&'a self, _: &'a CudaStream) -> (&'a [u8], SyncOnDrop<'a>) {
+        self.1.bind_to_thread().unwrap();
+        (&self.0.memory, SyncOnDrop::Sync(None))
+    }
+
+    unsafe fn stream_synced_mut_slice<'a>(
+        &'a mut self,
+        _: &'a CudaStream,
+    ) -> (&'a mut [u8], SyncOnDrop<'a>) {
+        self.1.bind_to_thread().unwrap();
+        (&mut self.0.memory, SyncOnDrop::Sync(None))
+    }
+}
+
+/// The handle of a default stream stands for the current context's.
+#[test]
+fn a_source_that_makes_another_context_current_is_copied_where_it_should_be() {
+    let rig = Rig::new();
+    let other = pinned_hosts::cuda::context(1).unwrap();
+    let stream = rig.context.default_stream();
+    let on_device = rig.zeros::<u8>(LEN);
+    let address = cudarc::driver::DevicePtr::device_ptr(&on_device, &stream).0;
+    // SAFETY: the slice lives, and is used on that stream alone.
+    let mut memory = unsafe { RawDeviceMemory::<u8>::new(address, LEN, &stream) };
+    let mut source = Elsewhere(Registered::new(vec![7; LEN]), other);
+    rig.context.bind_to_thread().unwrap();
+    stream.memcpy_htod_checked(&source, &mut memory).unwrap();
+    source.0.memory.fill(0);
+    stream.memcpy_dtoh_checked(&memory, &mut source).unwrap();
+    assert_eq!(source.0.memory, [7; LEN]);
+    assert_eq!(rig.counters().foreign_context_copies, 0);
+    rig.context.bind_to_thread().unwrap();
+    rig.assert_sound();
+}
+
+/// A default stream of each thread's own can capture.
+#[test]
+fn the_first_copy_of_a_stream_does_not_spoil_its_capture() {
+    let _sim = cuda_sim::load().unwrap().session();
+    let context = CudaContext::new(0).unwrap();
+    let stream = context.per_thread_stream();
+    stream
+        .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        .unwrap();
+    let refused = stream.clone_htod_checked(&[1u8; 8]).map(drop);
+    assert_eq!(refused, Err(CudaError::StreamIsCapturing));
+    stream.end_capture(CUgraphInstantiate_flags(0)).unwrap();
+    stream.clone_htod_checked(&[1u8; 8]).unwrap();
 }
 
 /// A source may say one length and hand out another.
@@ -517,9 +618,10 @@ fn a_context_ends_though_its_default_stream_was_used() {
     let source = PinnedBuffer::from_slice(&rig.context, &[7u8; LEN]).unwrap();
     let ended = {
         let context = CudaContext::new(0).unwrap();
-        let stream = context.default_stream();
-        stream.clone_htod_checked(&source[..]).unwrap();
-        stream.synchronize().unwrap();
+        for stream in [context.default_stream(), context.per_thread_stream()] {
+            stream.clone_htod_checked(&source[..]).unwrap();
+            stream.synchronize().unwrap();
+        }
         Arc::downgrade(&context)
     };
     // The next new stream finds that nobody uses it.

@@ -355,6 +355,99 @@ fn a_use_that_cannot_be_noted_is_waited_for() {
     assert_eq!(rig.counters().dead_device_accesses, 0);
 }
 
+/// The stream has not waited for the copy that the event marks: to mark the copy
+/// that was refused would make the free overtake the one under way.
+#[test]
+fn a_copy_that_is_refused_leaves_the_notes_of_others() {
+    let rig = Rig::new();
+    let [freeing, other] = [(); 2].map(|()| rig.context.new_stream().unwrap());
+    let mut on_device = freeing.alloc_zeros::<u8>(LEN).unwrap();
+    freeing.synchronize().unwrap();
+    let source = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+    let copier = Copier::new(&other).unwrap();
+    copier
+        .copy_h2d_from(&source, 0..LEN, &mut on_device)
+        .unwrap();
+    // The wait for that copy fails, and `cudarc` stores the error.
+    rig.sim
+        .fail_always("cuStreamWaitEvent", cuda_sim::code::UNKNOWN);
+    let refused = rig.copier.copy_h2d_async(&[2u8; LEN], &mut on_device);
+    assert!(matches!(refused, Err(CudaError::Stored { .. })));
+    rig.sim.clear_faults();
+    drop(on_device);
+    freeing.synchronize().unwrap();
+    assert_eq!(rig.counters().dead_device_accesses, 0);
+}
+
+/// Such as a global variable of a module, or memory from a time when events were
+/// not tracked.
+#[test]
+fn memory_without_an_event_is_waited_for() {
+    let rig = Rig::new();
+    let freeing = rig.context.new_stream().unwrap();
+    let source = PinnedBuffer::from_slice(&rig.context, &[1u8; LEN]).unwrap();
+    for copy in FORMS {
+        // SAFETY: the memory that is allocated meanwhile is freed once it is not
+        // used: that is what is tested.
+        unsafe { rig.context.disable_event_tracking() };
+        let mut on_device = freeing.alloc_zeros::<u8>(LEN).unwrap();
+        // SAFETY: as it was.
+        unsafe { rig.context.enable_event_tracking() };
+        freeing.synchronize().unwrap();
+        copy(&rig.copier, &source, &mut on_device);
+        drop(on_device);
+        freeing.synchronize().unwrap();
+        assert_eq!(rig.counters().dead_device_accesses, 0);
+    }
+}
+
+/// Then the drop waits for the stream, unless an error is stored: so the error of
+/// a note that failed must not be.
+#[test]
+fn a_use_that_cannot_be_noted_is_waited_for_where_no_stream_frees() {
+    const MEMORY_POOLS_SUPPORTED: i32 = 115;
+    let sim = session();
+    sim.set_attribute(MEMORY_POOLS_SUPPORTED, 0);
+    let context = CudaContext::new(0).unwrap();
+    assert!(!context.has_async_alloc());
+    let stream = context.new_stream().unwrap();
+    let copier = Copier::new(&stream).unwrap();
+    let source = PinnedBuffer::from_slice(&context, &[1u8; LEN]).unwrap();
+    let mut on_device = stream.alloc_zeros::<u8>(LEN).unwrap();
+    stream.synchronize().unwrap();
+    sim.fail_nth("cuEventRecord", 2, cuda_sim::code::UNKNOWN);
+    let copied = copier.copy_h2d_from(&source, 0..LEN, &mut on_device);
+    assert!(copied.is_err());
+    sim.clear_faults();
+    drop(on_device);
+    sim.drain();
+    assert_eq!(sim.counters().dead_device_accesses, 0);
+}
+
+/// Nobody else waits while the first copier of a context waits for the device.
+#[test]
+fn other_devices_can_be_opened_meanwhile() {
+    let sim = session();
+    let context = CudaContext::new(0).unwrap();
+    let stream = context.default_stream();
+    let mut on_device = stream.alloc_zeros::<u8>(LEN).unwrap();
+    let hold = sim.hold();
+    stream.memcpy_htod(&[1u8; LEN], &mut on_device).unwrap();
+    let waits = sim.calls("cuCtxSynchronize");
+    thread::scope(|threads| {
+        let making = threads.spawn(|| drop(Copier::new(&stream).unwrap()));
+        while !making.is_finished() && sim.calls("cuCtxSynchronize") == waits {
+            thread::yield_now();
+        }
+        let (opened, told) = mpsc::channel();
+        threads.spawn(move || opened.send(cuda::context(1).is_ok()));
+        let opened = told.recv_timeout(std::time::Duration::from_secs(20));
+        drop(hold);
+        assert_eq!(opened, Ok(true));
+        making.join().unwrap();
+    });
+}
+
 #[test]
 fn memory_that_is_not_cudarcs_is_copied_to_and_from() {
     let rig = Rig::new();

@@ -9,6 +9,7 @@
 //! when the program drops it. The list is an immutable array, replaced when a
 //! new stream comes: a copy reads it without a lock.
 
+use std::mem;
 use std::panic::Location;
 use std::sync::{Arc, LazyLock, Weak};
 
@@ -17,7 +18,7 @@ use cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, HostSlice, SyncOnDrop};
 
 use super::copier::Lane;
 use super::device_end::has_room;
-use super::driver::PER_THREAD_STREAM;
+use super::driver::{self, PER_THREAD_STREAM};
 use super::{Copier, CopierOptions, CudaError, DeviceDestination, DeviceSource};
 use crate::span::Span;
 
@@ -30,8 +31,9 @@ use crate::span::Span;
 /// registered is staged or waited for. A stream's ring and events, and so its
 /// context, live until a checked copy on another stream finds that the stream
 /// was dropped (for a default stream: that nobody else uses its context). Each
-/// staged copy records one event more than a copier's. So prefer a copier where
-/// code can be changed more.
+/// staged copy records one event more than a copier's. The first checked copy in a
+/// context may wait for all work there, as [`Copier::new`] does. So prefer a copier
+/// where code can be changed more.
 ///
 /// Host memory can be anything that `cudarc` takes. Memory that says that its
 /// owner waits for the stream (`cudarc`'s
@@ -137,7 +139,9 @@ impl CheckedCopies for Arc<CudaStream> {
         copier.be_ready()?;
         // SAFETY: the slice is used in a copy on this stream alone, and written
         // by the CPU only once the stream was waited for.
-        let (dst, _on_drop) = unsafe { dst.stream_synced_mut_slice(self) };
+        let (dst, on_drop) = unsafe { dst.stream_synced_mut_slice(self) };
+        not_noted(on_drop);
+        driver::make_current(self.context())?;
         let len = src.len();
         if !has_room(len, dst.len(), size_of::<T>())? {
             return Ok(());
@@ -174,7 +178,8 @@ impl CheckedCopies for Arc<CudaStream> {
 /// Host memory to copy from, once the stream waits for what has to come before.
 struct Source<'a, T> {
     slice: &'a [T],
-    on_drop: SyncOnDrop<'a>,
+    /// Whether no owner waits for the stream, as for a slice or a vector.
+    is_plain: bool,
 }
 
 impl<'a, T> Source<'a, T> {
@@ -190,13 +195,19 @@ impl<'a, T> Source<'a, T> {
         copier.be_ready()?;
         // SAFETY: the caller's promise.
         let (slice, on_drop) = unsafe { src.stream_synced_slice(&copier.stream) };
-        Ok(Self { slice, on_drop })
+        let is_plain = matches!(on_drop, SyncOnDrop::Sync(None));
+        not_noted(on_drop);
+        // The type's own code may have made another context current.
+        driver::make_current(copier.stream.context())?;
+        Ok(Self { slice, is_plain })
     }
+}
 
-    /// Whether no owner waits for the stream, as for a slice or a vector.
-    fn is_plain(&self) -> bool {
-        matches!(self.on_drop, SyncOnDrop::Sync(None))
-    }
+/// Leaves the events of host memory as they are. A copy that uses such memory late
+/// is waited for, so there is nothing to note; and a record would delete what the
+/// event says of earlier uses, which a copy that failed has not waited for.
+fn not_noted(on_drop: SyncOnDrop<'_>) {
+    mem::forget(on_drop);
 }
 
 impl Copier {
@@ -217,7 +228,7 @@ impl Copier {
         self.copy_to_ready(dst, |dst| {
             // SAFETY: the source is borrowed until this function returns, and
             // the destination is long enough.
-            unsafe { self.copy_borrowed(policy, src, source.is_plain(), dst, site) }
+            unsafe { self.copy_borrowed(policy, src, source.is_plain, dst, site) }
         })
     }
 }
@@ -251,11 +262,14 @@ impl Known {
         }
     }
 
-    /// Whether a copy may still come, or reads the ring.
-    fn is_needed(&self) -> bool {
+    /// Whether a copy may still come, or reads the ring. `all` are those that have
+    /// the context, too, without a use for it.
+    fn is_needed(&self, all: &[Arc<Self>]) -> bool {
         let lives = match self.default {
             None => self.stream.strong_count() > 0,
-            Some(_) => self.lane.is_context_used(),
+            Some(_) => self
+                .lane
+                .is_context_used_beside(all.iter().map(|it| &*it.lane)),
         };
         lives || !self.lane.staging.is_idle()
     }
@@ -268,10 +282,16 @@ fn copier_of(stream: &Arc<CudaStream>) -> Result<Copier, CudaError> {
     let lane = match known.iter().find(|it| it.is_of(stream)) {
         Some(known) => Arc::clone(&known.lane),
         None => {
+            driver::require()?;
+            driver::make_current(stream.context())?;
+            // What is made for a stream would spoil its capture.
+            if driver::is_capturing(stream)? {
+                return Err(CudaError::StreamIsCapturing);
+            }
             let new = Arc::new(Known::new(stream)?);
             // Two threads that come with one stream at once have a ring each.
             KNOWN.rcu(|old| {
-                let needed = old.iter().filter(|it| it.is_needed());
+                let needed = old.iter().filter(|it| it.is_needed(old));
                 needed.chain([&new]).cloned().collect::<Vec<_>>()
             });
             Arc::clone(&new.lane)

@@ -76,13 +76,12 @@ pub fn context(ordinal: usize) -> Result<Arc<CudaContext>, CudaError> {
 /// The first call for a context waits for all work in it, unless the program
 /// has created a stream.
 pub(super) fn keep_tracking(context: &Arc<CudaContext>) -> Result<(), CudaError> {
-    let mut known = known();
-    let index = known
-        .iter()
-        .position(|it| Weak::as_ptr(&it.context) == Arc::as_ptr(context));
-    if index.is_some_and(|index| known[index].tracks) {
+    let is_of = |it: &Known| Weak::as_ptr(&it.context) == Arc::as_ptr(context);
+    if known().iter().any(|it| is_of(it) && it.tracks) {
         return Ok(());
     }
+    // Not under the lock, since this may wait for the device. Of two threads that
+    // come at once, each makes the context count one stream.
     // `new_stream` would return an error that is stored, instead of a stream.
     let stored = context.check_err();
     let stream = context.new_stream();
@@ -96,13 +95,12 @@ pub(super) fn keep_tracking(context: &Arc<CudaContext>) -> Result<(), CudaError>
     unsafe { Arc::decrement_strong_count(Arc::as_ptr(context)) };
     // SAFETY: the stream is this function's own, and nothing uses it.
     let destroyed = unsafe { result::stream::destroy(handle) };
-    match index {
-        Some(index) => known[index].tracks = true,
-        None => known.push(Known {
-            context: Arc::downgrade(context),
-            tracks: true,
-        }),
-    }
+    let mut known = known();
+    known.retain(|it| !is_of(it));
+    known.push(Known {
+        context: Arc::downgrade(context),
+        tracks: true,
+    });
     destroyed.map_err(CudaError::driver("cuStreamDestroy"))
 }
 

@@ -50,7 +50,9 @@ use crate::{Residency, global, reader};
 ///
 /// One copier may be used from several threads. Keep one per stream: making
 /// it creates an event and asks the device what it is, and its staging ring
-/// has to grow anew. Dropping it waits for the copies that still use the ring.
+/// has to grow anew. Dropping it waits for the copies that still use the ring;
+/// while the stream captures, up to one step of the ring is leaked instead, since
+/// to wait would spoil the capture.
 ///
 /// # Examples
 ///
@@ -109,10 +111,11 @@ impl Lane {
         Arc::ptr_eq(&self.context, context)
     }
 
-    /// Whether anybody but this lane has the context.
-    pub(super) fn is_context_used(&self) -> bool {
-        let ours = 1 + self.idle_events().len() + self.staging.contexts();
-        Arc::strong_count(&self.context) > ours
+    /// Whether anybody but the lanes `all`, of which this is one, has the context.
+    pub(super) fn is_context_used_beside<'a>(&self, all: impl Iterator<Item = &'a Self>) -> bool {
+        let same = all.filter(|it| it.is_of(&self.context));
+        let ours = same.map(|it| 1 + it.idle_events().len() + it.staging.contexts());
+        Arc::strong_count(&self.context) > ours.sum()
     }
 
     fn idle_events(&self) -> MutexGuard<'_, Vec<Event>> {
@@ -133,6 +136,11 @@ impl Lane {
 
 impl Copier {
     /// A copier on `stream`, with the default [`CopierOptions`].
+    ///
+    /// The first one of a context makes the context track the uses of device
+    /// memory ([why](crate::cuda#device-memory)), and waits for all work in it,
+    /// unless the program has created a stream. That would spoil a capture of a
+    /// per-thread default stream: make the copier before.
     ///
     /// # Errors
     ///

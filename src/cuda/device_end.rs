@@ -2,6 +2,7 @@
 //! preconditions of a copy.
 
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUdeviceptr;
@@ -11,7 +12,7 @@ use cudarc::driver::{
 };
 
 use super::driver::PER_THREAD_STREAM;
-use super::wait::{abort_unless_dead, wait_for_stream};
+use super::wait::{abort_unless_dead, wait_for_stream, wait_or_abort};
 use super::{Copier, CudaError, context, driver};
 
 /// Device memory that a copy can read: `cudarc`'s slices and views, and
@@ -28,12 +29,22 @@ use super::{Copier, CudaError, context, driver};
 ///    [`len`](DeviceSlice::len) valid elements of device memory, in the context
 ///    of [`stream`](DeviceSlice::stream). All three are the same at each call.
 /// 2. It makes the given stream wait for what has to come before a read, and
-///    the returned [`SyncOnDrop`] has an event, to be recorded on the given
-///    stream, that a write and the free of the memory wait for. If it has none,
-///    somebody has promised that nobody writes or frees the memory before the
-///    device has read it.
+///    the returned [`SyncOnDrop::Record`] has an event, to be recorded on the
+///    given stream, that a write and the free of the memory wait for. A wait that
+///    fails is stored in the context of the given stream
+///    ([`record_err`](cudarc::driver::CudaContext::record_err)). A copy of memory
+///    that returns no event is waited for; with [`SyncOnDrop::Sync`] it is not,
+///    since somebody has promised that nobody writes or frees the memory before
+///    the device has read it.
 /// 3. Neither function does anything else with the driver or with a stream.
-pub unsafe trait DeviceSource<T>: DevicePtr<T> {}
+pub unsafe trait DeviceSource<T>: DevicePtr<T> {
+    /// Whether the memory is freed in the order of
+    /// [`stream`](DeviceSlice::stream), and reached by the host in no other way
+    /// than by copies. If this cannot be said, it is `false`.
+    fn is_freed_in_order(&self) -> bool {
+        false
+    }
+}
 
 /// Device memory that a copy can write: `cudarc`'s slices and mutable views,
 /// and [`RawDeviceMemory`].
@@ -110,22 +121,37 @@ pub unsafe trait DeviceSource<T>: DevicePtr<T> {}
 /// As for [`DeviceSource`], with [`device_ptr_mut`](DevicePtrMut::device_ptr_mut)
 /// in place of `device_ptr`, memory that need not hold valid elements, and an
 /// event that reads, other writes and the free wait for.
-pub unsafe trait DeviceDestination<T>: DevicePtrMut<T> {}
+pub unsafe trait DeviceDestination<T>: DevicePtrMut<T> {
+    /// As [`DeviceSource::is_freed_in_order`].
+    fn is_freed_in_order(&self) -> bool {
+        false
+    }
+}
 
 macro_rules! of_cudarc {
-    ($name:ident: $($memory:ty),*) => {$(
+    ($name:ident: $($memory:ty),* => $in_order:expr) => {$(
         // SAFETY: `cudarc` allocated the memory. The type keeps an event for
         // each kind of use, and waits for both before the memory is written
-        // or freed (`keep_tracking`); without events, the program has taken
-        // the responsibility (`CudaContext::disable_event_tracking`).
-        unsafe impl<T> $name<T> for $memory {}
+        // or freed (`keep_tracking`); or it says that it has none. While events
+        // are not tracked, the program has taken the responsibility
+        // (`CudaContext::disable_event_tracking`).
+        unsafe impl<T> $name<T> for $memory {
+            fn is_freed_in_order(&self) -> bool {
+                let in_order: fn(&CudaStream) -> bool = $in_order;
+                in_order(DeviceSlice::<T>::stream(self))
+            }
+        }
     )*};
 }
 
-of_cudarc!(DeviceSource: CudaSlice<T>, CudaView<'_, T>, CudaViewMut<'_, T>);
-of_cudarc!(DeviceSource: UnifiedSlice<T>, UnifiedView<'_, T>, UnifiedViewMut<'_, T>);
-of_cudarc!(DeviceDestination: CudaSlice<T>, CudaViewMut<'_, T>);
-of_cudarc!(DeviceDestination: UnifiedSlice<T>, UnifiedViewMut<'_, T>);
+// Without memory pools, the drop waits for the stream, unless an error is stored.
+of_cudarc!(DeviceSource: CudaSlice<T>, CudaView<'_, T>, CudaViewMut<'_, T>
+    => |stream| stream.context().has_async_alloc());
+of_cudarc!(DeviceDestination: CudaSlice<T>, CudaViewMut<'_, T>
+    => |stream| stream.context().has_async_alloc());
+// The host reaches it once an event has fired.
+of_cudarc!(DeviceSource: UnifiedSlice<T>, UnifiedView<'_, T>, UnifiedViewMut<'_, T> => |_| false);
+of_cudarc!(DeviceDestination: UnifiedSlice<T>, UnifiedViewMut<'_, T> => |_| false);
 
 /// Device memory that neither `cudarc` nor this crate has allocated: an
 /// address, a length and a stream.
@@ -171,8 +197,8 @@ impl<T> RawDeviceMemory<T> {
     /// 2. Copies neither wait for other uses of the memory, nor do other uses
     ///    wait for copies. The caller sees to the order: on one stream nothing
     ///    is to be done; between streams an event is.
-    /// 3. The memory is freed once the device has made all copies, or in their
-    ///    order.
+    /// 3. The memory exists for as long as the value is used in copies, and is
+    ///    freed once the device has made all of them, or in their order.
     #[must_use]
     pub unsafe fn new(address: CUdeviceptr, len: usize, stream: &Arc<CudaStream>) -> Self {
         Self {
@@ -196,13 +222,13 @@ impl<T> DeviceSlice<T> for RawDeviceMemory<T> {
 
 impl<T> DevicePtr<T> for RawDeviceMemory<T> {
     fn device_ptr<'a>(&'a self, _: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        (self.address, SyncOnDrop::Record(None))
+        (self.address, SyncOnDrop::Sync(None))
     }
 }
 
 impl<T> DevicePtrMut<T> for RawDeviceMemory<T> {
     fn device_ptr_mut<'a>(&'a mut self, _: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        (self.address, SyncOnDrop::Record(None))
+        (self.address, SyncOnDrop::Sync(None))
     }
 }
 
@@ -256,7 +282,7 @@ impl Copier {
         E: From<CudaError>,
     {
         self.be_in_context_of(dst.stream())?;
-        let in_order = self.is_freed_in_order(dst.stream());
+        let in_order = self.is_freed_in_order(dst.stream(), dst.is_freed_in_order());
         self.enqueue_noted(dst.device_ptr_mut(&self.stream), in_order, enqueue)
     }
 
@@ -297,7 +323,7 @@ impl Copier {
         E: From<CudaError>,
     {
         self.be_in_context_of(src.stream())?;
-        let in_order = self.is_freed_in_order(src.stream());
+        let in_order = self.is_freed_in_order(src.stream(), src.is_freed_in_order());
         self.enqueue_noted(src.device_ptr(&self.stream), in_order, enqueue)
     }
 
@@ -337,17 +363,9 @@ impl Copier {
         context::keep_tracking(theirs)
     }
 
-    /// Whether memory of `stream` is freed behind all copies, by the order of
-    /// one stream. (The handle of the per-thread default stream stands for
-    /// another stream on each thread.)
-    #[inline]
-    fn is_freed_in_order(&self, stream: &CudaStream) -> bool {
-        let handle = stream.cu_stream();
-        handle == self.stream.cu_stream() && handle as usize != PER_THREAD_STREAM
-    }
-
     /// Calls `enqueue` with the address, and notes the use, so that later uses on
-    /// other streams, and the free unless it comes `in_order`, come after it.
+    /// other streams, and the free, come after it. Memory without an event to note
+    /// it by is waited for.
     ///
     /// To ask for an address can join the stream to a capture that a last use
     /// is part of, and can store an error. So both are looked at again. (An
@@ -359,13 +377,25 @@ impl Copier {
         in_order: bool,
         enqueue: impl FnOnce(CUdeviceptr) -> Result<(), E>,
     ) -> Result<(), E> {
-        driver::take_stored_error(self.stream.context())?;
+        // Its drop would record the event, and so delete what the event says of a
+        // use that this stream may not have waited for.
+        let on_drop = ManuallyDrop::new(on_drop);
+        let context = self.stream.context();
+        driver::take_stored_error(context)?;
         self.refuse_capture()?;
+        let noted_by = match *on_drop {
+            SyncOnDrop::Record(None) if context.is_event_tracking() => {
+                return self.enqueue_and_wait(address, enqueue);
+            }
+            SyncOnDrop::Record(target) => target,
+            SyncOnDrop::Sync(_) => None,
+        };
         let enqueued = enqueue(address);
-        let noted = match Self::note(on_drop) {
+        let noted = noted_by.map_or(Ok(()), |(event, stream)| driver::record_use(event, stream));
+        let noted = match noted {
             // The next call tells it, as with `cudarc`.
             Err(CudaError::Driver { source, .. }) if in_order => {
-                self.stream.context().record_err(Err::<(), _>(source));
+                context.record_err(Err::<(), _>(source));
                 Ok(())
             }
             // The owner of the memory would free it under the copy.
@@ -376,18 +406,28 @@ impl Copier {
         Ok(noted?)
     }
 
-    /// Records the event of `on_drop`. `cudarc` alone leaves that out while
-    /// another thread's error is stored, and for managed memory while no stream
-    /// was created.
+    #[cold]
+    fn enqueue_and_wait<E: From<CudaError>>(
+        &self,
+        address: CUdeviceptr,
+        enqueue: impl FnOnce(CUdeviceptr) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let event = self.lane.take_event()?;
+        let enqueued = enqueue(address);
+        let waited = wait_or_abort(&event, &self.stream);
+        self.lane.put_back(event);
+        self.lane.counts.guarded.add(1);
+        enqueued?;
+        Ok(waited?)
+    }
+
+    /// Whether memory that is `freed_in_order` of `stream` is freed behind all
+    /// copies. (The handle of the per-thread default stream stands for another
+    /// stream on each thread.)
     #[inline]
-    fn note(mut on_drop: SyncOnDrop<'_>) -> Result<(), CudaError> {
-        let SyncOnDrop::Record(target) = &mut on_drop else {
-            return Ok(());
-        };
-        let Some((event, stream)) = target.take() else {
-            return Ok(());
-        };
-        driver::record_use(event, stream)
+    fn is_freed_in_order(&self, stream: &CudaStream, freed_in_order: bool) -> bool {
+        let handle = stream.cu_stream();
+        freed_in_order && handle == self.stream.cu_stream() && handle as usize != PER_THREAD_STREAM
     }
 }
 

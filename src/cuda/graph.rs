@@ -37,7 +37,7 @@
 //! is stuck: it is freed once none does.
 
 use std::ffi::c_void;
-use std::mem;
+use std::mem::{self, ManuallyDrop};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -142,7 +142,9 @@ impl Copier {
         }
         self.be_capturing()?;
         self.be_in_context_of(dst.stream())?;
-        let (dst_address, _written) = dst.device_ptr_mut(self.stream());
+        let (dst_address, written) = dst.device_ptr_mut(self.stream());
+        // Dropped, it is recorded: not before the copy is.
+        let written = ManuallyDrop::new(written);
         let kept = Entry::new(Box::new(Arc::clone(src)));
         // Until the end, for those other threads that come this way too.
         static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
@@ -164,6 +166,7 @@ impl Copier {
                 self.stream(),
             )
         };
+        drop(ManuallyDrop::into_inner(written));
         let after = driver::capture_of(self.stream());
         if after == Ok(capture) {
             return captured;
