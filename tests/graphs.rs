@@ -575,6 +575,20 @@ fn threads_that_reclaim_at_once_free_each_buffer_once() {
     rig.0.assert_sound();
 }
 
+#[test]
+fn a_released_buffer_of_which_the_driver_cannot_say_is_kept_until_it_can() {
+    let rig = Untracked::new();
+    let mut on_device = rig.0.zeros::<u8>(LEN);
+    released_and_in_use(&rig, &rig.0.copier, &mut on_device);
+    rig.0.sim.fail_always("cuEventQuery", code::UNKNOWN);
+    let so_far = waits(&rig);
+    assert_eq!((reclaim(), waits(&rig)), (0, so_far));
+    rig.0.sim.clear_faults();
+    rig.0.sim.drain();
+    assert_eq!(reclaim(), 1);
+    rig.0.assert_sound();
+}
+
 /// It is leaked, as it is where its owner drops it.
 #[test]
 fn a_released_buffer_that_is_lost_is_not_asked_for_again() {
