@@ -5,7 +5,6 @@
 mod common;
 
 use std::fs;
-use std::hint;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Weak, mpsc};
@@ -735,7 +734,7 @@ fn a_capture_that_another_thread_ends_meanwhile_leaves_no_dead_read() {
         scope.spawn(|| {
             for so_far in is_capturing {
                 while released() == so_far {
-                    hint::spin_loop();
+                    thread::yield_now();
                 }
                 drop(rig.end());
                 ended.send(()).unwrap();

@@ -94,14 +94,21 @@ impl Copier {
     ///
     /// [`TransferError::Over`], with both parts: nothing was enqueued, because
     /// `dst` is too short ([`CudaError::DestinationTooShort`]) or of another
-    /// context ([`CudaError::OtherContext`]), the stream is capturing ([`CudaError::StreamIsCapturing`]), an earlier error was
-    /// stored ([`CudaError::Stored`]), or a call of the driver before the copy
-    /// failed ([`CudaError::Driver`]; also for a buffer of which nobody can
-    /// say any more whether a transfer uses it).
+    /// context ([`CudaError::OtherContext`]), the stream is capturing
+    /// ([`CudaError::StreamIsCapturing`]), an earlier error was stored
+    /// ([`CudaError::Stored`]), or a call of the driver before the copy failed
+    /// ([`CudaError::Driver`]; also for a buffer of which nobody can say any more
+    /// whether a transfer uses it). Or the copy was made and is over, but the
+    /// stream that frees `dst` could not be told of it (`Driver`, too).
     ///
     /// [`TransferError::UnderWay`], with the transfer: the copy's own call, or
-    /// the noting of it, failed. The copy may or may not happen; wait for it
-    /// to have the parts back.
+    /// the noting of it for the buffer, failed. The copy may or may not happen;
+    /// wait for it to have the parts back.
+    ///
+    /// # Aborts
+    ///
+    /// As [`copy_h2d_from`](Self::copy_h2d_from), for `dst`: it may be a view of
+    /// memory that is not the transfer's to keep.
     pub fn upload<T, D>(
         &self,
         src: PinnedBuffer<T>,
@@ -127,6 +134,10 @@ impl Copier {
     /// # Errors
     ///
     /// As [`upload`](Self::upload), with the ends exchanged.
+    ///
+    /// # Aborts
+    ///
+    /// As [`upload`](Self::upload).
     pub fn download<T, D>(
         &self,
         src: D,
