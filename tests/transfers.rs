@@ -247,9 +247,17 @@ impl<F: Fn(), G: Fn()> DevicePtr<u8> for Acting<F, G> {
 
 // SAFETY: the memory is a `CudaSlice`'s. What `act` does beside that stands for
 // another thread's doing.
-unsafe impl<F: Fn(), G: Fn()> DeviceSource<u8> for Acting<F, G> {}
+unsafe impl<F: Fn(), G: Fn()> DeviceSource<u8> for Acting<F, G> {
+    fn is_freed_in_order(&self) -> bool {
+        DeviceSource::is_freed_in_order(&self.inner)
+    }
+}
 // SAFETY: as above.
-unsafe impl<F: Fn(), G: Fn()> DeviceDestination<u8> for Acting<F, G> {}
+unsafe impl<F: Fn(), G: Fn()> DeviceDestination<u8> for Acting<F, G> {
+    fn is_freed_in_order(&self) -> bool {
+        DeviceDestination::is_freed_in_order(&self.inner)
+    }
+}
 
 /// Nothing says that device memory of the program's own is freed in the order
 /// of the stream, as `cudarc`'s is.
