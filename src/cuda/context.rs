@@ -80,8 +80,9 @@ pub(super) fn keep_tracking(context: &Arc<CudaContext>) -> Result<(), CudaError>
     if known().iter().any(|it| is_of(it) && it.tracks) {
         return Ok(());
     }
-    // Not under the lock, since this may wait for the device. Of two threads that
-    // come at once, each makes the context count one stream.
+    // The lock is not held, since `new_stream` may wait for the device. Two threads
+    // that come at once make the context count two streams, which does no harm.
+    //
     // `new_stream` would return an error that is stored, instead of a stream.
     let stored = context.check_err();
     let stream = context.new_stream();

@@ -20,6 +20,9 @@
 //! else the ring grows; else, at its limit, the copy waits for that event, and
 //! not for the rest of the stream.
 //!
+//! A copier that ends marks the copies of its open block in the same way, while it
+//! still has the stream. The ring can then be freed without the stream.
+//!
 //! Blocks are recycled by asking events, not by host functions in the stream,
 //! which cost about 100 µs each.
 

@@ -14,7 +14,8 @@ pub struct CopyStats {
     /// Copies through the staging ring: no wait, except for room in it.
     pub staged: u64,
     /// Copies that had to be waited for, because the device may read their
-    /// borrowed source late.
+    /// borrowed source late, or because their device memory has no event to note
+    /// the use by (those count among their own kind, too).
     pub guarded: u64,
     /// Copies that were split at region boundaries.
     pub split: u64,
